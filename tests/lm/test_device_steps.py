@@ -52,7 +52,7 @@ def home(make_lm) -> Path:
 def gated(settings: KNNSettings) -> KNNSettings:
     """The settings with a gate over all their components, which was not fitted."""
     experts = {"keys": FACTORS, "n-grams": (1.0,)}
-    widths = {"model": 2, "query": 32, "keys": 10, "n-grams": 5}
+    widths = {"model": 2, "query": 32, "keys": 10, "n-grams": 6}
     if settings.cache is not None:
         experts |= {"cache": FACTORS, "own n-grams": (1.0,)}
         widths |= {"cache": 2, "own n-grams": 3}

@@ -47,14 +47,18 @@ def scored(lm):
     return score_once(lm.store, lm.reader, TEXTS[10:], k=K, selection=EVERYTHING, ngrams=ALL.ngrams)
 
 
-FORMER, PRESENT = {"n-grams": 3}, {"n-grams": 5, "own n-grams": 3}
-"""Features of gates that earlier versions fitted, which do not name them; and of gates of today."""
+WIDTHS = {
+    "gate": {"n-grams": 6, "own n-grams": 3},
+    "gate without the top token": {"n-grams": 5, "own n-grams": 3},
+    "gate without the history": {"n-grams": 3},
+}
+"""Numbers of features of gates of this version and of earlier versions. The earliest do not name them."""
 
 
-@pytest.fixture(scope="module", params=[PRESENT, FORMER], ids=["gate", "gate of an earlier version"])
+@pytest.fixture(scope="module", params=WIDTHS)
 def gated(scored, request) -> KNNSettings:
     """A gate that was not fitted, and weighs each token differently."""
-    every, widths = torch.arange(len(scored)), request.param
+    every, widths = torch.arange(len(scored)), WIDTHS[request.param]
     factors = {"keys": FACTORS, "n-grams": (1.0,), "cache": FACTORS, "own n-grams": (1.0,)}
     assert factors.keys() == ALL.parts.keys()
     features = collect_experts(
@@ -66,7 +70,7 @@ def gated(scored, request) -> KNNSettings:
     network.requires_grad_(requires_grad=False)
     listed = [[name, list(of)] for name, of in factors.items()]
     purpose = {**scored.fitted_for, "unit": 2.0, "experts": listed}
-    if widths is PRESENT:
+    if request.param != "gate without the history":
         purpose["widths"] = widths
     return replace(ALL, gate=JointGate(network.weights(purpose)))
 
@@ -245,7 +249,7 @@ def test_a_gate_learns_from_the_history_in_which_documents_ngrams_are_right(scor
     )
     settings = KNNSettings(k=1, lam=0.0, ngrams=ALL.ngrams)
     settings = replace(settings, gate=fit_joint(told, settings, (scored.documents < 12).nonzero()[:, 0]))
-    assert settings.gate.widths == {"n-grams": 5}
+    assert settings.gate.widths == {"n-grams": 6}
     found, others = told.log_probs(settings).log_probs.exp(), scored.documents >= 12
     assert float(found[others & is_right].median()) > 0.7
     assert float(found[others & ~is_right].median()) > 0.09

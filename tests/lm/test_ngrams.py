@@ -22,7 +22,7 @@ from knnstore.lm import (
 from knnstore.lm.calibration.evidence import gather_evidence
 from knnstore.lm.calibration.fits import fit_fixed, fit_with_ngrams
 from knnstore.lm.calibration.scored_text import score_once
-from knnstore.lm.components import CacheSettings, Form, NGramFitting, NGrams, Question
+from knnstore.lm.components import CacheSettings, Form, NGramFitting, NGrams, OwnNGrams, Question
 from knnstore.lm.components.ngrams import compute_history
 from knnstore.lm.contexts import Contexts
 from knnstore.lm.settings import ReadingParts
@@ -173,6 +173,32 @@ def test_the_history_is_the_mean_log_probability_of_the_last_tokens(lm, texts, o
     for rows in [[3], *np.array_split(np.random.default_rng(0).permutation(len(owners)), 20)]:
         few = compute_history(counts, contexts.select_rows(np.array(rows)), order)
         np.testing.assert_allclose(few, wanted[rows], atol=1e-5)
+
+
+@pytest.mark.parametrize(("component", "widths"), [(NGrams(), (3, 5, 6)), (OwnNGrams(), (3,))])
+@pytest.mark.parametrize("order", [2, 4, 8])
+def test_scored_and_generated_text_give_a_gate_the_same_inputs(lm, texts, component, widths, order):
+    """Also to gates of earlier versions, which take the first inputs."""
+    every = [np.concatenate([lm.reader.tokens(one.text) for one in texts["news"][:3]]), np.arange(90, 96)]
+    owners = np.repeat(np.arange(2), [len(text) for text in every])
+    lengths = np.concatenate([np.arange(len(text)) for text in every])
+    owners[3] = -1  # padding
+    contexts = Contexts.of_documents(every).at_positions(owners, lengths)
+
+    def compute_inputs(contexts, form, width):
+        question = Question(
+            lm.store, EVERYTHING, NGramSettings(order), contexts, V, (1.0,), width, torch.zeros(0)
+        )
+        return component.features(component.look_up(question, form), 1.0)[:, :width]
+
+    whole = compute_inputs(contexts, Form.TARGET, component.width)
+    assert whole.shape == (len(owners), component.width)
+    assert (whole.isfinite().all(), whole.std(0).min() > 0.01) == (True, True)
+    for width in widths:
+        for rows in (np.arange(len(owners)), np.array([3, 40, 41])):
+            some = contexts.select_rows(rows)
+            for form in (Form.TARGET, Form.DISTRIBUTION):
+                torch.testing.assert_close(compute_inputs(some, form, width), whole[rows, :width])
 
 
 # -- generation

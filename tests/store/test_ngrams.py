@@ -2,6 +2,7 @@
 
 import threading
 import tracemalloc
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
@@ -94,6 +95,45 @@ def test_ends_of_texts_have_the_distributions_of_whole_texts(texts, asked, order
         for (row, stop), probs in zip(batch, found, strict=True):
             whole = Matches.of(counts, [np.array(asked[row][:stop], np.uint32)], [row % 3 != 2])
             np.testing.assert_array_equal(probs, dense(counts, whole, whole.firsts + stop - 1, order)[0])
+
+
+@settings(max_examples=50, deadline=None)
+@given(texts=TEXTS, asked=TEXTS, order=st.integers(2, DEPTH), listed=st.sampled_from([1, 5, 1 << 18]))
+def test_the_most_frequent_next_token_follows_the_longest_suffix(texts, asked, order, listed):
+    """For whole texts and for ends of texts, with the probability that the whole distribution gives."""
+    counts = NGramCounts(
+        SortedText.of([np.array(text, np.uint32) for text in texts], range(len(texts)), 9), 8
+    )
+    expected = KneserNey(texts, order)
+    steps = [(row, stop) for row, text in enumerate(asked) for stop in range(len(text) + 1)]
+    tokens, probs = [], []
+    for row, stop in steps:
+        context = ([-1] if row % 3 != 2 else []) + asked[row][:stop]
+        length = expected.longest(context)
+        suffix = context[len(context) - length :]
+        stored = [[-1, *text] for text in texts]
+        following = Counter(
+            text[at + length]
+            for text in stored
+            for at in range(len(text) - length)
+            if length and text[at : at + length] == suffix
+        )
+        tokens.append(min(following, key=lambda token: (-following[token], token), default=-1))
+        probs.append(expected.probs(context, 8)[tokens[-1]] if following else 0.0)
+
+    rows, stops = np.array(steps, np.int64).reshape(-1, 2).T
+    begins = [row % 3 != 2 for row in range(len(asked))]
+    whole = Matches.of(counts, [np.array(text, np.uint32) for text in asked], begins)
+    ends = [asked[row][max(0, stop - order + 1) : stop] for row, stop in steps]
+    last = Matches.of_ends(counts, ends, [begins[row] and stop < order - 1 for row, stop in steps])
+    for matches, at in ((whole, whole.firsts[rows] + stops - 1), (last, last.firsts)):
+        found = matches.distribution(at, order)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("knnstore.store.ngrams.matches._LISTED_AT_ONCE", listed)
+            tops = matches.top_tokens(at, found.suffixes)
+        assert tops.tolist() == tokens
+        np.testing.assert_allclose(matches.token_probs(at, tops, order), probs, atol=1e-6)
+        np.testing.assert_allclose(found.token_probs(tops, counts.unigrams), probs, atol=1e-6)
 
 
 @pytest.mark.parametrize("order", [3, 7, DEPTH])

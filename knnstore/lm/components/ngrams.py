@@ -44,6 +44,8 @@ more than one that they hardly expect."""
 _HISTORY_PRIOR = 4
 """Number of tokens by which a window of the history is longer than its text, with a log-probability of 0, so
 that the first tokens of a text count less."""
+_TOP_FLOOR = 0.01
+"""Added to the probability of the most frequent next token before its logarithm is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,9 @@ class Continuation(NamedTuple):
     history: Tensor | None = None
     """Smoothed mean log-probability that n-grams gave to the last 8 and the last 64 tokens of each context,
     float32, shape (n, 2); see `compute_history`. None if no gate needs it."""
+    top: Tensor | None = None
+    """Probability of the token that most often follows the longest found suffix, float32, shape (n,); 0 if no
+    suffix occurs. None if no gate needs it."""
 
     @classmethod
     def empty(cls, count: int) -> "Continuation":
@@ -116,13 +121,14 @@ class Continuation(NamedTuple):
 
     def rows(self, rows: Rows) -> "Continuation":
         """Return the distributions of some of the contexts; `rows` is a slice, indices or a mask."""
-        rest, history = (None if one is None else one[rows] for one in (self.rest, self.history))
-        return self._replace(
-            weights=self.weights[rows],
-            tokens=self.tokens[rows],
-            suffixes=self.suffixes[rows],
-            rest=rest,
-            history=history,
+        return Continuation(
+            self.weights[rows],
+            self.tokens[rows],
+            self.suffixes[rows],
+            _select_known(self.rest, rows),
+            self.unigrams,
+            _select_known(self.history, rows),
+            _select_known(self.top, rows),
         )
 
     def to(self, device: torch.device) -> "Continuation":
@@ -141,9 +147,11 @@ class Continuation(NamedTuple):
             torch.cat([pad(getattr(part, name), (0, width - part.width)) for part in parts])
             for name in ("weights", "tokens")
         )
-        rest, history = (_join_known([getattr(part, name) for part in parts]) for name in ("rest", "history"))
+        rest, history, top = (
+            _join_known([getattr(part, name) for part in parts]) for name in ("rest", "history", "top")
+        )
         suffixes = torch.cat([part.suffixes for part in parts])
-        return cls(weights, tokens, suffixes, rest, parts[0].unigrams, history)
+        return cls(weights, tokens, suffixes, rest, parts[0].unigrams, history, top)
 
     def contribution(self, settings: NGramSettings, name: str) -> Contribution:
         """Return the distributions as a contribution to the mixture.
@@ -169,6 +177,9 @@ class TargetContinuation(NamedTuple):
     history: Tensor | None = None
     """Smoothed mean log-probability that n-grams gave to the last 8 and the last 64 tokens of each context,
     float32, shape (n, 2); see `compute_history`. None for n-grams of the text itself."""
+    top: Tensor | None = None
+    """Probability of the token that most often follows the longest found suffix, float32, shape (n,); 0 if no
+    suffix occurs. None for n-grams of the text itself."""
 
     @classmethod
     def empty(cls, order: int, count: int) -> "TargetContinuation":
@@ -196,13 +207,13 @@ class TargetContinuation(NamedTuple):
 
     def rows(self, rows: Rows) -> "TargetContinuation":
         """Return the probabilities of some of the contexts; `rows` is a slice, indices or a mask."""
-        history = None if self.history is None else self.history[rows]
-        return self._replace(probs=self.probs[rows], suffixes=self.suffixes[rows], history=history)
+        history, top = _select_known(self.history, rows), _select_known(self.top, rows)
+        return self._replace(probs=self.probs[rows], suffixes=self.suffixes[rows], history=history, top=top)
 
     def to(self, device: torch.device) -> "TargetContinuation":
         """Return the probabilities with all tensors on a device."""
-        history = None if self.history is None else self.history.to(device)
-        return self._replace(probs=self.probs.to(device), suffixes=self.suffixes.to(device), history=history)
+        moved = (None if column is None else column.to(device) for column in self[1:])
+        return TargetContinuation(self.order, *moved)  # type: ignore[arg-type]
 
     @classmethod
     def joined(cls, parts: Sequence["TargetContinuation"]) -> "TargetContinuation":
@@ -210,7 +221,8 @@ class TargetContinuation(NamedTuple):
         probs, suffixes = (
             torch.cat([getattr(part, name) for part in parts]) for name in ("probs", "suffixes")
         )
-        return cls(parts[0].order, probs, suffixes, _join_known([part.history for part in parts]))
+        history, top = (_join_known([getattr(part, name) for part in parts]) for name in ("history", "top"))
+        return cls(parts[0].order, probs, suffixes, history, top)
 
     def contribution(self, settings: NGramSettings, name: str) -> Contribution:
         """Return a contribution with two columns: the target token, and all other tokens together.
@@ -225,6 +237,11 @@ class TargetContinuation(NamedTuple):
         weights = torch.stack([self.probs, 1 - self.probs], 1).where(known[:, None], 0.0)
         hits = torch.tensor([[True, False]]).expand(len(weights), -1)
         return Contribution(weights, select_ngram_lambdas(settings, self.lengths), hits=hits, name=name)
+
+
+def _select_known(column: Tensor | None, rows: Rows) -> Tensor | None:
+    """Return some rows of a column, or None if there is no column."""
+    return None if column is None else column[rows]
 
 
 def _join_known(parts: Sequence[Tensor | None]) -> Tensor | None:
@@ -322,11 +339,13 @@ class NGrams(CountedNGrams):
     """The component that predicts the next token by n-grams of the selected documents.
 
     The probabilities use interpolated Kneser-Ney smoothing. `NGramCounts` has the counts. A gate also learns
-    how well n-grams have predicted the text so far (`compute_history`).
+    how well n-grams have predicted the text so far (`compute_history`), and how probable the most frequent
+    next token is.
     """
 
     name = "n-grams"
-    width = CountedNGrams.width + len(_WINDOWS)
+    _width_with_history = CountedNGrams.width + len(_WINDOWS)
+    width = _width_with_history + 1
 
     def look_up(self, question: Question[NGramSettings], form: Form) -> Continuation | TargetContinuation:
         """Predict the next token: find the last tokens in stored text, and count the tokens that follow.
@@ -342,18 +361,25 @@ class NGrams(CountedNGrams):
         """
         contexts, order = question.contexts, question.settings.order
         counts = question.reader.ngrams(question.selection)
-        # A gate may be fitted on target tokens, so they have the history even if there is no gate yet.
-        has_history = question.features == self.width or (question.features is None and form is Form.TARGET)
-        history = compute_history(counts, contexts, order) if has_history else None
+        # A gate may be fitted on target tokens, so they have all its inputs even if there is no gate yet.
+        features = question.features
+        if features is None:
+            features = self.width if form is Form.TARGET else 0
+        history = compute_history(counts, contexts, order) if features >= self._width_with_history else None
+        top = torch.zeros(len(contexts)) if features >= self.width else None
         if form is not Form.DISTRIBUTION:
-            found = TargetContinuation.empty(order, len(contexts))._replace(history=history)
+            found = TargetContinuation.empty(order, len(contexts))._replace(history=history, top=top)
             if not counts.is_empty:
                 matches, rows, at = _match_contexts(counts, contexts, order)
+                of_rows = matches.suffixes(at, order)
                 found.probs[rows] = torch.from_numpy(matches.gold(at, order))
-                found.suffixes[rows] = torch.from_numpy(np.stack(matches.suffixes(at, order), 1))
+                found.suffixes[rows] = torch.from_numpy(np.stack(of_rows, 1))
+                if top is not None:
+                    tops = matches.top_tokens(at, of_rows)
+                    top[rows] = torch.from_numpy(matches.token_probs(at, tops, order))
             return found
         if counts.is_empty:
-            return Continuation.empty(len(contexts))._replace(history=history)
+            return Continuation.empty(len(contexts))._replace(history=history, top=top)
         match = _match_contexts if len(contexts) > _MAX_ENDS else _match_ends
         matches, rows, at = match(counts, contexts, order)
         seen = matches.distribution(at, order)
@@ -361,27 +387,35 @@ class NGrams(CountedNGrams):
         rest, suffixes = np.zeros(len(contexts), np.float32), np.zeros((len(contexts), 3), np.int64)
         rest[rows] = seen.rest
         suffixes[rows] = np.stack(seen.suffixes, 1)
+        if top is not None:
+            tops = matches.top_tokens(at, seen.suffixes)
+            top[rows] = torch.from_numpy(seen.token_probs(tops, counts.unigrams))
         device = torch.device("cpu") if question.keys is None else question.keys.device
         unigrams = _get_unigrams(counts, question.vocabulary, device)
         return Continuation(
-            weights, tokens, torch.from_numpy(suffixes), torch.from_numpy(rest), unigrams, history
+            weights, tokens, torch.from_numpy(suffixes), torch.from_numpy(rest), unigrams, history, top
         )
 
     def features(self, found: Continuation | TargetContinuation, unit: float) -> Tensor:
-        """Compute inputs for the gate network: the longest found suffix, and the history of each context.
+        """Compute inputs for the gate network: the longest found suffix, the history, and the top token.
 
         Args:
             found: the result of the look-up at n positions.
             unit: ignored, because n-grams have no distances.
 
         Returns:
-            Float32, shape (n, 5): the columns of `CountedNGrams.features`, then of `compute_history`, which
-            are NaN if it was not computed.
+            Float32, shape (n, 6): the columns of `CountedNGrams.features`, then of `compute_history`, then
+            the logarithm of the most frequent next token's probability. Columns that were not computed are
+            NaN.
         """
-        of_suffixes, history = super().features(found, unit), found.history
-        if history is None:
-            history = of_suffixes.new_full((len(of_suffixes), len(_WINDOWS)), torch.nan)
-        return torch.cat([of_suffixes, history], 1)
+        of_suffixes = super().features(found, unit)
+        history = of_suffixes.new_full((len(of_suffixes), len(_WINDOWS)), torch.nan)
+        top = history[:, 0]
+        if found.history is not None:
+            history = found.history
+        if found.top is not None:
+            top = (found.top + _TOP_FLOOR).log()
+        return torch.cat([of_suffixes, history, top[:, None]], 1)
 
     def cite(
         self, question: Question[NGramSettings], found: TargetContinuation, weights: Tensor, most: int

@@ -17,6 +17,8 @@ from knnstore.store.ngrams.suffix_array import DEPTH, END, Symbols, lay_out_text
 
 _PLACES_AT_ONCE = 1 << 13
 """Number of symbols of the texts that are looked up in one step, so that the data fit into a CPU's cache."""
+_LISTED_AT_ONCE = 1 << 18
+"""Number of next tokens, of all contexts together, that are listed in one step."""
 _KEPT_ENDS = 256
 """Number of ends of texts whose ranges are cached, so that the next step of generation only extends them."""
 _KEPT_PROBS = 1 << 14
@@ -60,6 +62,20 @@ class Distribution(NamedTuple):
     """Weight of the unigram distribution (`NGramCounts.unigrams`) for each context, shape (q,)."""
     suffixes: Suffixes
     """The longest suffix of each context that the store has with a token after it."""
+
+    def token_probs(self, tokens: Places, unigrams: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the probability of one token after each context.
+
+        Args:
+            tokens: the tokens, int64, shape (q,); -1 for no token.
+            unigrams: unigram probability of each token of the vocabulary (`NGramCounts.unigrams`).
+
+        Returns:
+            Probabilities, float32, shape (q,); 0 for no token.
+        """
+        is_token = self.tokens == tokens[self.rows]
+        listed = np.bincount(self.rows[is_token], self.probs[is_token], len(tokens))
+        return np.where(tokens < 0, 0, listed + self.rest * unigrams[tokens]).astype(np.float32)
 
 
 class Occurrence(NamedTuple):
@@ -191,18 +207,58 @@ class Matches:
             Probabilities, float32, shape (q,). For a token outside the vocabulary, the unigram probability in
             the mixture is 0.
         """
-        unigrams = self._counts.unigrams
-        tokens = self._symbols[indices + 1].astype(np.int64) - 1
-        is_known = tokens < len(unigrams)
-        probs = np.where(is_known, unigrams[np.where(is_known, tokens, 0)], 0).astype(np.float64)
         levels = self._compute_levels(indices, order)
-        seen = self._count_ngrams(self._extend_ranges(indices, levels), levels.lengths + 1, order)
-        for level in reversed(range(order - 1)):
-            own_share = np.maximum(seen[:, level] - levels.discounts[level], 0) / levels.total[:, level]
-            probs = np.where(
-                levels.is_stored[:, level], own_share + levels.shorter_weights[:, level] * probs, probs
-            )
-        return probs.astype(np.float32)
+        symbols = self._symbols[indices + 1].astype(np.int64)
+        return self._compute_probs(levels, symbols, self._extend_ranges(indices, levels), order)
+
+    def top_tokens(self, indices: Places, suffixes: Suffixes) -> Places:
+        """Find the token that most often follows the longest suffix of each context in the stored text.
+
+        Args:
+            indices: index of each context's last symbol in the joined texts, shape (q,).
+            suffixes: the longest suffix of each context that the store has with a token after it.
+
+        Returns:
+            Token ids, int64, shape (q,). If several tokens have the largest count, the smallest id. -1 for a
+            context without a suffix.
+        """
+        text, tokens = self._counts.text, np.full(len(indices), -1)
+        found = np.flatnonzero(suffixes.lengths)
+        # A suffix lists its next tokens, and scans one bit for each occurrence.
+        sizes = suffixes.successors[found] + suffixes.counts[found] // 64
+        for rows in np.split(found, np.flatnonzero(np.diff(sizes.cumsum() // _LISTED_AT_ONCE)) + 1):
+            if not len(rows):
+                continue
+            lengths = suffixes.lengths[rows]
+            ranges = self._ranges[:, lengths - 1, indices[rows] - lengths + 1]
+            owners, starts, stops = self._list_continuations(lengths, ranges)
+            seen, firsts = stops - starts, np.searchsorted(owners, np.arange(len(rows)))
+            most_seen = np.maximum.reduceat(seen, firsts)
+            tops = np.flatnonzero(seen == most_seen[owners])
+            tops = tops[np.searchsorted(tops, firsts)]
+            tokens[rows] = text.symbols[text.order[starts[tops]] + lengths].astype(np.int64) - 1
+        return tokens
+
+    def token_probs(self, indices: Places, tokens: Places, order: int) -> NDArray[np.float32]:
+        """Compute the Kneser-Ney probability of one token after each context, whatever follows in the text.
+
+        Args:
+            indices: index of each context's last symbol in the joined texts, shape (q,).
+            tokens: the tokens, int64, shape (q,); -1 for no token.
+            order: length of the longest n-grams that are used, 2 to `DEPTH`.
+
+        Returns:
+            Probabilities, float32, shape (q,); 0 for no token.
+        """
+        levels, symbols = self._compute_levels(indices, order), tokens + 1
+        ranges = np.zeros_like(levels.ranges)
+        for level, length in enumerate(levels.lengths.tolist()):
+            rows = np.flatnonzero(levels.is_stored[:, level] & (symbols != END))
+            if len(rows):
+                low, high = levels.ranges[:, rows, level]
+                wanted = symbols[rows].astype(self._symbols.dtype)
+                ranges[:, rows, level] = self._narrow_ranges(length, low, high, wanted)
+        return self._compute_probs(levels, symbols, ranges, order)
 
     def distribution(self, indices: Places, order: int) -> Distribution:
         """Compute the Kneser-Ney distribution of the next token after each context.
@@ -218,9 +274,7 @@ class Matches:
         starts, stops = levels.ranges.reshape(2, -1)
         stops = np.where(levels.is_stored.ravel(), stops, starts)
         lengths = np.tile(levels.lengths, len(indices))
-        owners, places = self._counts.list_first_places(lengths + 1, np.stack([starts, stops]))
-        is_last = np.append(owners, -1)[1:] != owners
-        ends = np.where(is_last, stops[owners], np.append(places, 0)[1:])
+        owners, places, ends = self._list_continuations(lengths, np.stack([starts, stops]))
         lengths, (rows, level) = lengths[owners], np.divmod(owners, order - 1)
         seen = self._count_ngrams(np.stack([places, ends]), lengths + 1, order)
         probs = np.maximum(seen - levels.discounts[level], 0) / levels.total[rows, level]
@@ -332,6 +386,47 @@ class Matches:
         """
         begins = np.maximum(indices[:, None] - levels.lengths + 1, 0)
         return self._ranges[:, levels.lengths, begins]
+
+    def _list_continuations(self, lengths: Places, ranges: Places) -> tuple[Places, Places, Places]:
+        """Find the different next symbols of suffixes: the part of a suffix's range that each of them has.
+
+        Args:
+            lengths: number of symbols of each suffix, shape (r,).
+            ranges: start and stop of each suffix in the suffix array, shape (2, r).
+
+        Returns:
+            For each next symbol: the index of its suffix, then start and stop of its part. Suffixes and parts
+            are ascending.
+        """
+        owners, starts = self._counts.list_first_places(lengths + 1, ranges)
+        is_last = np.append(owners, -1)[1:] != owners
+        return owners, starts, np.where(is_last, ranges[1][owners], np.append(starts, 0)[1:])
+
+    def _compute_probs(
+        self, levels: _ContextLevels, symbols: Places, ranges: Places, order: int
+    ) -> NDArray[np.float32]:
+        """Compute the Kneser-Ney probability of one symbol after each context.
+
+        Args:
+            levels: suffixes of the contexts, a result of `_compute_levels`.
+            symbols: the symbols: token ids plus 1, or `END` with the probability 0; shape (q,).
+            ranges: start and stop, in the suffix array, of each suffix together with the symbol after it,
+                shape (2, q, l).
+            order: length of the longest n-grams that are used.
+
+        Returns:
+            Probabilities, float32, shape (q,).
+        """
+        unigrams, tokens = self._counts.unigrams, symbols - 1
+        is_known = (tokens >= 0) & (tokens < len(unigrams))
+        probs = np.where(is_known, unigrams[np.where(is_known, tokens, 0)], 0).astype(np.float64)
+        seen = self._count_ngrams(ranges, levels.lengths + 1, order)
+        for level in reversed(range(order - 1)):
+            own_share = np.maximum(seen[:, level] - levels.discounts[level], 0) / levels.total[:, level]
+            probs = np.where(
+                levels.is_stored[:, level], own_share + levels.shorter_weights[:, level] * probs, probs
+            )
+        return probs.astype(np.float32)
 
     def _count_ngrams(self, ranges: Places, lengths: Places, order: int) -> Places:
         """Return the Kneser-Ney counts of n-grams.
