@@ -97,7 +97,6 @@ def test_ends_of_texts_have_the_distributions_of_whole_texts(texts, asked, order
             np.testing.assert_array_equal(probs, dense(counts, whole, whole.firsts + stop - 1, order)[0])
 
 
-@settings(max_examples=50, deadline=None)
 @given(texts=TEXTS, asked=TEXTS, order=st.integers(2, DEPTH), listed=st.sampled_from([1, 5, 1 << 18]))
 def test_the_most_frequent_next_token_follows_the_longest_suffix(texts, asked, order, listed):
     """For whole texts and for ends of texts, with the probability that the whole distribution gives."""
