@@ -7,7 +7,7 @@ from knnstore.lazy_imports import attach_lazy_imports
 if TYPE_CHECKING:
     from knnstore.lm.calibration import Calibration, Candidate, Comparison
     from knnstore.lm.components import CacheSettings, DistributionComponent, NGramSettings, register_component
-    from knnstore.lm.drafts import Drafts, estimate_pass_costs, propose_together
+    from knnstore.lm.drafts import Drafts, estimate_pass_costs, limit_drafts, propose_together
     from knnstore.lm.explanation import (
         DocumentEffect,
         Explanation,
@@ -207,6 +207,7 @@ __all__ = [
     "is_causal",
     "is_seq2seq",
     "likelihoods",
+    "limit_drafts",
     "load",
     "load_decoder_prefix",
     "load_model",

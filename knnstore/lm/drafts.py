@@ -1,15 +1,18 @@
 """Drafts of the next tokens, copied from stored text or from earlier places of the text.
 
-`Drafts` drafts one text. `propose_together` drafts the texts that share a forward pass.
+`Drafts` drafts one text. `propose_together` drafts the texts that share a forward pass; `limit_drafts` keeps
+them within the positions of the model.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from knnstore.errors import ConfigError
+from knnstore.lm.reading import max_length_of
 from knnstore.lm.settings import KNNSettings
 from knnstore.store import Draft, NGramCounts, Reader, draft_from
 
@@ -194,6 +197,24 @@ def propose_together(
                 tokens, one._risks, one._source = best.tokens[:length], best.risks[:length], best.source
         proposed.append(tokens)
     return proposed
+
+
+def limit_drafts(config: Any, lengths: Sequence[int], most: Sequence[int]) -> list[int]:
+    """Return the largest number of tokens that may be drafted for each of several texts of a forward pass.
+
+    The pass reads as many tokens of each text as of the text with the longest draft. So a long draft of one
+    text would lead another text, which is near its end, beyond the model's last position.
+
+    Args:
+        config: the model's configuration of transformers.
+        lengths: number of tokens of each text that are in the KV cache.
+        most: the largest number of tokens of a draft that each text can use.
+    """
+    try:
+        room = max_length_of(config) - 1 - max(lengths)
+    except ConfigError:  # the model has no last position
+        return list(most)
+    return [min(limit, room) for limit in most]
 
 
 def _estimate_repetition_risks(draft: Draft) -> NDArray[np.float64]:

@@ -233,6 +233,21 @@ def test_no_draft_spoils_a_text_of_a_batch(lm, monkeypatch) -> None:
     assert read[-1][0] < 4  # texts that had ended were not read on
 
 
+def test_a_long_draft_leads_no_other_text_of_a_batch_beyond_the_last_position(lm, monkeypatch) -> None:
+    """One text is always drafted rightly and the other never, so one is at its end when the other is not."""
+    first = np.stack([lm.reader.tokens(STORED[number].text)[:9].astype(np.int64) for number in (3, 5)])
+    options = {"max_length": lm.config.n_positions, "eos_token_id": None, "pad_token_id": 2, "knn": PLAIN}
+    plain = lm.generate(torch.from_numpy(first), do_sample=False, **options)
+
+    def propose(each, texts, most):
+        wrong = np.full(9, 99)
+        right = plain[0, len(texts[0]) :][:9].numpy() if len(texts) == 2 else wrong
+        return [draft[: max(0, limit)] for draft, limit in zip((right, wrong), most, strict=False)]
+
+    monkeypatch.setattr(drafting, "propose_together", propose)
+    assert torch.equal(lm.generate(torch.from_numpy(first), do_sample=False, draft=True, **options), plain)
+
+
 def test_a_string_that_ends_the_text_ends_it_within_a_draft(made, tmp_path) -> None:
     """Written with a tokenizer in whose tokens strings can be found."""
     model = Path(__file__).parents[2] / "examples" / "tiny-lm"

@@ -261,6 +261,26 @@ def test_texts_together_are_drafted_and_each_is_what_it_would_be_alone(lm, monke
     ]  # fmt: skip
 
 
+def test_a_long_draft_leads_no_other_text_beyond_the_last_position(lm, monkeypatch):
+    """One prompt leaves a single position of the model's window."""
+    tasks = [
+        Task((Prompt(tuple(range(5, 5 + length))),), "n-grams", most, sampling=Sampling(0))
+        for length, most in ((lm.config.n_positions - 1, 2), (4, 20))
+    ]
+    monkeypatch.setattr(
+        batch,
+        "propose_together",
+        lambda each, texts, most: [np.full(max(0, min(limit, 9)), 5) for limit in most],
+    )
+    engine = Engine(lm, SETTINGS.__getitem__)
+    engine.start()
+    listeners = [Listener(task) for task in tasks]
+    engine.call(lambda: [engine.submit(listener.ticket) for listener in listeners]).result(60)
+    for listener in listeners:
+        assert listener.written()[0][0] == write_alone(lm, listener.task, 0)
+    engine.stop()
+
+
 def test_a_string_that_ends_one_text_of_a_batch_ends_it_within_a_draft(lm, monkeypatch):
     prompt = Prompt(tuple(lm.reader.tokens("The harbour").tolist()))
     plain = Task((prompt,), "n-grams", 24, sampling=Sampling(0))

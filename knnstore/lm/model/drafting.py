@@ -27,7 +27,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 from transformers.generation.streamers import BaseStreamer
 
-from knnstore.lm.drafts import Drafts, estimate_pass_costs, propose_together
+from knnstore.lm.drafts import Drafts, estimate_pass_costs, limit_drafts, propose_together
 from knnstore.lm.model.text_layer import get_cached_texts
 from knnstore.lm.reading import CACHE_NAMES, allows_gaps, copy_without_gaps, find_cache
 from knnstore.lm.settings import KNNSettings
@@ -254,6 +254,9 @@ def generate_with_drafts(
         if is_drafting:
             known = [texts[index].cpu().numpy() for index in running]
             most = [(generation_config.max_length or len(text) + 1) - len(text) - 1 for text in known]
+            if len(running) > 1:
+                lengths = model_kwargs["position_ids"][:, -1].tolist()
+                most = limit_drafts(model.config, lengths, most)
             proposed = propose_together([each[index] for index in running], known, most)
             drafts = [draft.tolist() for draft in proposed]
         count = 1 + max(map(len, drafts))

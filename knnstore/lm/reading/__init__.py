@@ -63,6 +63,7 @@ from knnstore.lm.reading.windows import (
     Tokens,
     WindowBatch,
     decoder_prefix_of,
+    max_length_of,
     pack,
     prefix_of,
 )
@@ -114,6 +115,7 @@ __all__ = [
     "load_model",
     "load_text_parts",
     "loaded",
+    "max_length_of",
     "named_panics",
     "pack",
     "prefix_of",

@@ -13,7 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from knnstore.lm import KNNLM, Drafts, KNNSettings, allows_gaps, estimate_pass_costs, propose_together
+from knnstore.lm import (
+    KNNLM,
+    Drafts,
+    KNNSettings,
+    allows_gaps,
+    estimate_pass_costs,
+    limit_drafts,
+    propose_together,
+)
 from knnstore.server.engine.kv_cache import BatchCache
 from knnstore.server.engine.prompts import PromptState
 from knnstore.server.engine.rows import Row
@@ -154,7 +162,9 @@ class Batch:
         proposed = propose_together(
             [self._get_drafts(row, knn) for row, knn in zip(self.rows, settings, strict=True)],
             [np.array(row.tokens) for row in self.rows],
-            [row.tokens_left - 1 for row in self.rows],
+            limit_drafts(
+                self._lm.base.config, self._kv_cache.lengths, [row.tokens_left - 1 for row in self.rows]
+            ),
         )
         return [draft.tolist() for draft in proposed]
 
