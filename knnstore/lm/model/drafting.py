@@ -64,8 +64,8 @@ _SUPPORTED_VALUES_IN_BATCHES: dict[str, tuple[Any, ...]] = {
 """Options of `generate` whose logits processors hold a tensor with a row for each text, so that they cannot
 process one text of a batch; each with the values that switch the processor off."""
 _MAX_FREE_COLUMNS = 64
-"""Number of columns (token positions) that the cache of a batch may have in excess of the longest text. With
-more, all gaps are closed."""
+"""The cache of a batch has fewer columns (token positions) in excess of the longest text; with as many, all
+gaps are closed."""
 _NOT_CROPPABLE = "the model's cache cannot remove tokens"
 
 

@@ -131,8 +131,8 @@ def copy_without_gaps(
 
     Args:
         values: keys or values of one layer, shape (b, heads, t, width).
-        is_token: True where a column holds a token of a text, shape (texts, t), with at most b texts. The
-            other columns of a text are padding or gaps.
+        is_token: True where a column holds a token of a text, shape (texts, columns), with at most b texts
+            and t columns. The other columns of a text are padding, gaps or free.
         shape: numbers of rows and columns of the result, with at least as many rows as texts.
         end: index of the new column after the last token of each text; at least the length of the longest.
 
