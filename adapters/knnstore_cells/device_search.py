@@ -78,15 +78,16 @@ def measure(probed: Probed, records: Records, queries: Queries, found: Found) ->
         queries: the queries.
         found: filled; a column without a record is not changed.
     """
+    if records.books is None and records.values.dtype != torch.float16:  # no kernel reads such values
+        measure_plainly(probed, records, queries, found)
+        return
 
     def measure_with(kernels: Any) -> None:
-        """Fill `found` with a kernel, if there is one for the kind of the records' values."""
-        if records.books is not None:
-            kernels.measure_codes(probed, records, make_tables(queries, records), queries, found)
-        elif records.values.dtype == torch.float16:
+        """Fill `found` with the kernel for the kind of the records' values."""
+        if records.books is None:
             kernels.measure_keys(probed, records, queries, found)
         else:
-            measure_plainly(probed, records, queries, found)
+            kernels.measure_codes(probed, records, make_tables(queries, records), queries, found)
 
     _run_kernel(
         found.distances.device, measure_with, lambda: measure_plainly(probed, records, queries, found)

@@ -239,6 +239,27 @@ def test_a_kernel_that_fails_is_replaced_by_torch_with_one_warning(
     compare()
 
 
+def test_an_error_of_torch_is_not_taken_for_one_of_a_kernel(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Keys of one byte for each component have no kernel; here torch lacks memory to decode them."""
+    device, kernels, calls = torch.device("cpu"), SimpleNamespace(), []
+
+    def decode(values: Tensor) -> Tensor:
+        calls.append(values)
+        raise RuntimeError("not enough memory")
+
+    values, zeros, two = torch.zeros(2, 4, dtype=torch.int8), torch.zeros(2), torch.tensor([0, 2])
+    records = Records(values, decode, torch.zeros(4), zeros, zeros.int(), two, None, 2, None)
+    probed = Probed(torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64))
+    monkeypatch.setitem(device_search._kernels, device, kernels)
+    with pytest.raises(RuntimeError, match="not enough memory"):
+        queries = Queries(torch.zeros(1, 4), torch.zeros(1), 2.0)
+        device_search.measure(probed, records, queries, Found.create(1, 2, device))
+    assert device_search.get_kernels(device) is kernels
+    assert (len(calls), caplog.messages) == (1, [])
+
+
 def test_kernels_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(device_search.SWITCH, "0")
     assert device_search._load_kernels(torch.device("cpu")) is None
