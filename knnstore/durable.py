@@ -274,6 +274,7 @@ class WriterLock:
             raise DatastoreError(f"cannot lock {root}: {error}; is it on a local, writable disk?") from error
         self._process = os.getpid()
         self._close = weakref.finalize(self, os.close, self._descriptor)
+        self._close.atexit = False  # other functions that run at exit may still write
         # Not the whole command line, which may hold a password.
         command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:2]])
         this_process = {"pid": os.getpid(), "host": socket.gethostname(), "command": command}

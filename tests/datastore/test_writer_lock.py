@@ -1,0 +1,61 @@
+"""The lock of a datastore's directory. What forked processes do with it is in tests/store/test_forks.py."""
+
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from knnstore.durable import WriterLock
+from knnstore.errors import LockedError
+
+AT_EXIT = """
+import atexit, sys
+from pathlib import Path
+
+
+@atexit.register  # runs after all functions that are registered later
+def try_lock():
+    try:
+        WriterLock(root)
+    except LockedError:
+        print("locked")
+
+
+from knnstore.durable import WriterLock
+from knnstore.errors import LockedError
+
+root = Path(sys.argv[1])
+lock = WriterLock(root)
+"""
+
+
+def test_the_lock_is_held_until_the_process_has_ended(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", AT_EXIT, str(tmp_path)], capture_output=True, check=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == ("locked\n", "")
+    WriterLock(tmp_path).release()
+
+
+def test_a_lock_file_that_is_removed_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where another process erases the datastore at the same time."""
+    flock, removed = fcntl.flock, list[Path]()
+
+    def remove_first(descriptor: int, operation: int) -> Any:
+        if not removed:
+            removed.append(tmp_path / "writer.lock")
+            removed[0].unlink()
+        return flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", remove_first)
+    lock = WriterLock(tmp_path)
+    with pytest.raises(LockedError):
+        WriterLock(tmp_path)
+    lock.release()
+    WriterLock(tmp_path).release()
