@@ -305,8 +305,10 @@ def _open_and_lock(path: Path) -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(descriptor).st_nlink:
                 return descriptor
-        except OSError:
+        except OSError as error:
             os.close(descriptor)
+            if error.errno == errno.EACCES:  # so some file systems report a lock that is taken
+                raise BlockingIOError(errno.EAGAIN, "the lock is taken") from error
             raise
         os.close(descriptor)  # the file was removed before it was locked
 

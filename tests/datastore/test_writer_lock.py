@@ -1,5 +1,6 @@
 """The lock of a datastore's directory. What forked processes do with it is in tests/store/test_forks.py."""
 
+import errno
 import fcntl
 import os
 import subprocess
@@ -39,6 +40,21 @@ def test_the_lock_is_held_until_the_process_has_ended(tmp_path: Path) -> None:
     )
     assert (done.stdout, done.stderr) == ("locked\n", "")
     WriterLock(tmp_path).release()
+
+
+def test_a_permission_that_is_denied_for_the_lock_alone_means_that_it_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As some file systems report a lock that is taken; no file is left open."""
+    before = len(os.listdir("/proc/self/fd"))
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(LockedError, match="is being written by"):
+        WriterLock(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_lock_file_that_is_removed_before_it_is_locked_is_made_again(
