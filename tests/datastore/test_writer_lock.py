@@ -1,4 +1,4 @@
-"""The lock of a datastore's directory. What forked processes do with it is in tests/store/test_forks.py."""
+"""The lock of a datastore's directory. tests/store/test_forks.py forks with a whole store open."""
 
 import errno
 import fcntl
@@ -39,6 +39,20 @@ def test_the_lock_is_held_until_the_process_has_ended(tmp_path: Path) -> None:
         [sys.executable, "-c", AT_EXIT, str(tmp_path)], capture_output=True, check=True, text=True, timeout=60
     )
     assert (done.stdout, done.stderr) == ("locked\n", "")
+    WriterLock(tmp_path).release()
+
+
+def test_a_forked_process_cannot_release_the_lock(tmp_path: Path) -> None:
+    lock = WriterLock(tmp_path)
+    if (child := os.fork()) == 0:
+        try:
+            lock.release()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    with pytest.raises(LockedError):
+        WriterLock(tmp_path)
+    lock.release()
     WriterLock(tmp_path).release()
 
 
