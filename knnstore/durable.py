@@ -276,7 +276,9 @@ class WriterLock:
         self._close = weakref.finalize(self, os.close, self._descriptor)
         self._close.atexit = False  # other functions that run at exit may still write
         # Not the whole command line, which may hold a password.
-        command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:2]])
+        program = Path(sys.argv[0])
+        name = program.parent.name if program.name == "__main__.py" else program.name
+        command = " ".join([name, *sys.argv[1:2]])
         this_process = {"pid": os.getpid(), "host": socket.gethostname(), "command": command}
         with suppress(OSError):  # it serves a message only
             holder_path.touch(mode=_OWNER_ONLY)

@@ -42,6 +42,15 @@ def test_the_lock_is_held_until_the_process_has_ended(tmp_path: Path) -> None:
     WriterLock(tmp_path).release()
 
 
+def test_the_holder_is_named_by_program_and_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for program in "/bin/knnstore", "/lib/knnstore/__main__.py":
+        monkeypatch.setattr(sys, "argv", [program, "serve", "--api-key", "secret"])
+        lock = WriterLock(tmp_path)
+        with pytest.raises(LockedError, match=r"by process \d+ on \S+ \(knnstore serve\): stop that process"):
+            WriterLock(tmp_path)
+        lock.release()
+
+
 def test_a_forked_process_cannot_release_the_lock(tmp_path: Path) -> None:
     lock = WriterLock(tmp_path)
     if (child := os.fork()) == 0:
