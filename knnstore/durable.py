@@ -274,8 +274,11 @@ class WriterLock:
             raise DatastoreError(f"cannot lock {root}: {error}; is it on a local, writable disk?") from error
         self._process = os.getpid()
         self._close = weakref.finalize(self, os.close, self._descriptor)
+        self._close.atexit = False  # other functions that run at exit may still write
         # Not the whole command line, which may hold a password.
-        command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:2]])
+        program = Path(sys.argv[0])
+        name = program.parent.name if program.name == "__main__.py" else program.name
+        command = " ".join([name, *sys.argv[1:2]])
         this_process = {"pid": os.getpid(), "host": socket.gethostname(), "command": command}
         with suppress(OSError):  # it serves a message only
             holder_path.touch(mode=_OWNER_ONLY)
@@ -304,8 +307,10 @@ def _open_and_lock(path: Path) -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(descriptor).st_nlink:
                 return descriptor
-        except OSError:
+        except OSError as error:
             os.close(descriptor)
+            if error.errno == errno.EACCES:  # so some file systems report a lock that is taken
+                raise BlockingIOError(errno.EAGAIN, "the lock is taken") from error
             raise
         os.close(descriptor)  # the file was removed before it was locked
 

@@ -9,7 +9,15 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from knnstore.datastore import Datastore, Filter, IdRanges, registry
+from knnstore.datastore import (
+    Datastore,
+    EmbeddedDatastore,
+    Filter,
+    IdRanges,
+    KeySegments,
+    Metric,
+    registry,
+)
 from knnstore.testing import DatastoreTests
 from knnstore.testing.searching import FilterTests, SearchTests
 
@@ -68,6 +76,28 @@ def test_graphs_find_nearly_all_and_always_k(adapter: type[Datastore], tmp_path:
             assert found.ids.min() >= 2500
             if where is not None:
                 assert where.ids.contains(found.ids).all()
+
+
+def test_an_adapter_may_have_an_open_and_parameters_of_its_own(
+    adapter: type[EmbeddedDatastore], tmp_path: Path
+) -> None:
+    class Opened(adapter):  # type: ignore[misc, valid-type]
+        """Written when the base class had neither."""
+
+        def __init__(self, segments: KeySegments, dim: int, metric: Metric, policy: dict[str, Any]) -> None:
+            self._policy = policy
+            super().__init__(segments, dim, metric)
+
+        @classmethod
+        def open(cls, location: Path, *, dim: int, metric: Metric = Metric.L2, mode: Any = "a", **given: Any):
+            policy = super()._make_policy(given, dim, metric)
+            return cls(KeySegments(location, dim, metric, mode), dim, metric, policy)
+
+    keys = np.random.default_rng(0).normal(size=(200, 8)).astype(np.float32)
+    with Opened.open(tmp_path / "store", dim=8, exact_up_to=0) as store:
+        store.add(np.arange(200), keys, np.zeros(200, np.int32))
+        store.optimize()
+        assert store.search(keys[:5], 1).ids[:, 0].tolist() == list(range(5))
 
 
 def test_the_adapter_is_short() -> None:

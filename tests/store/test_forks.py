@@ -35,9 +35,9 @@ with KNNStore.open(home, "a") as store:
     os.wait()
     check_open(store)
     if os.fork() == 0:
-        store.close()
-        os._exit(0)
-    os.wait()
+        store.close()  # does nothing
+        os._exit(count_documents(0) != 2)
+    assert os.wait()[1] == 0
     check_open(store)
     with multiprocessing.get_context("fork").Pool(2) as workers:
         assert workers.map(count_documents, range(4)) == [2] * 4

@@ -6,7 +6,12 @@ from hypothesis import strategies as st
 
 from knnstore.store.ngrams import RUN, Runs
 
-TEXTS = st.lists(st.integers(0, 3), max_size=150)
+TEXTS = st.builds(
+    lambda length, seed: np.random.default_rng(seed).integers(0, 4, length).tolist(),
+    st.just(0) | st.integers(0, 150),
+    st.integers(0, 999),
+)
+"""Lists of tokens. Those that hypothesis draws itself are nearly all shorter than a run."""
 
 
 @given(st.lists(TEXTS, min_size=1, max_size=4), st.lists(TEXTS, max_size=4), st.data())
@@ -54,3 +59,6 @@ def test_a_short_text_is_stored_as_a_whole_or_not_at_all():
     for of_it, share in ((range(10), 0.0), (range(20), 1.0)):
         assert runs.compare_document(np.array(of_it, np.uint32)).same == {0}
         assert runs.shares() == [share]
+    long = Runs([np.arange(100, dtype=np.uint32)])
+    assert long.compare_document(np.arange(40, 60, dtype=np.uint32)).same == {0}
+    assert long.shares() == [0]

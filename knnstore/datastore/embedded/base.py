@@ -37,7 +37,7 @@ class EmbeddedDatastore(ABC):
         segments: the open directory with the segments.
         dim: number of components of a vector.
         metric: metric of the distances.
-        policy: the engine's parameters, the result of `_make_policy`.
+        policy: the engine's parameters, the result of `_make_policy`; None leaves `_policy` as it is.
         nearest: function that finds the nearest rows of a matrix, as `nearest_rows` does. It searches the
             records that have no index.
     """
@@ -48,6 +48,8 @@ class EmbeddedDatastore(ABC):
     With a small ratio, fewer records must be indexed again; with a large ratio, fewer segments must be
     searched.
     """
+
+    _policy: Any = None
 
     def __init__(
         self,
@@ -62,7 +64,8 @@ class EmbeddedDatastore(ABC):
         self._nearest = nearest
         self._dim = dim
         self._metric = metric
-        self._policy = policy
+        if policy is not None:  # an adapter with an `open` of its own may have set it before
+            self._policy = policy
         self._damaged: set[StoredFile] = set()
         self._searches = GroupSearches(segments)
 
