@@ -68,7 +68,7 @@ def record() -> list[str]:
     """Start to record the names of all failpoints that the process passes; for tests.
 
     Returns:
-        A list, empty now, to which each later passage appends a name.
+        An empty list. Each time the process passes a failpoint from now on, the failpoint's name is appended.
     """
     global _recorded
     _recorded = []

@@ -92,10 +92,11 @@ class CellCache:
 
     @contextmanager
     def wait_to_grow(self) -> Iterator[None]:
-        """Enter a ``with`` block in which one sharer (another cache with the same limit) may grow.
+        """Enter a ``with`` block in which the caller, a sharer, may use more memory.
 
-        Another thread that calls the method waits until the block ends. If all sharers together exceed the
-        memory limit at the beginning, all sharers are emptied first.
+        Sharers are the other caches that count towards the memory limit of this cache, see `add_sharer`. A
+        second thread that calls the method waits until the block ends. If all sharers together exceed the
+        limit at the beginning, all sharers are emptied first.
         """
         with self._growth_lock:
             with self._lock:

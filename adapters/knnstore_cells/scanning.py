@@ -102,15 +102,17 @@ class _PreparedQueries(NamedTuple):
     def of(
         cls, queries: Keys, cells: NDArray[np.int64], middle: Keys, centers: Tensor, metric: Metric
     ) -> Self:
-        """Compute the values of queries that `CodeScanner` needs.
+        """Compute the products of each query with the codec's centers, and its squared length.
+
+        The codec compresses keys. `CodeScanner` computes distances from these values.
 
         Args:
-            queries: rotated query vectors, float32, shape (q, width).
+            queries: query vectors in the rotated space of the codec, float32, shape (q, width).
             cells: numbers of the cells (clusters of near keys) that each query searches, shape (q, p); padded
                 with -1.
             middle: vector that is subtracted from keys and queries, shape (width,).
-            centers: centers of the codec (a compressor of keys) minus `middle`, one in each column, shape
-                (width, 256).
+            centers: centers of the codec, after `middle` was subtracted; float32, shape (width, 256). Each
+                column is a center.
             metric: metric of the distances.
         """
         relative_queries = np.ascontiguousarray(queries - middle)

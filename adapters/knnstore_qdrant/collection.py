@@ -410,7 +410,7 @@ class Collection:
             )
             self._is_indexing_postponed = False
 
-    def index(self) -> None:
+    def build_index(self) -> None:
         """Make the server index all points (stored vectors), and wait until all points are indexed.
 
         There is no time limit.

@@ -324,7 +324,7 @@ class ServerPoints:
 
     def optimize(self) -> None:
         """Make the server index all points (stored vectors), and wait until all points are indexed."""
-        self._collection.index()
+        self._collection.build_index()
 
     def close(self) -> None:
         """Close the connections to the server.

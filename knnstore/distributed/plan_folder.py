@@ -173,7 +173,8 @@ class PlanFolder:
         """Read the documents of a shard, and check their SHA-256.
 
         Raises:
-            PlanError: a file of the shard is missing or damaged, for example because the plan was committed.
+            PlanError: a file of the shard is missing or damaged. Files are missing, for example, after the
+                commit of the plan, which deletes them.
         """
         rows_file, tokens_file = self._list_document_files(self.plan_files, shard.number)
         try:

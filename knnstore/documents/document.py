@@ -184,7 +184,7 @@ class TextDocument:
 
     @classmethod
     def from_row(cls, row: object, fields: Fields = FIELDS) -> "TextDocument":
-        """Convert a row with a text, an id and metadata, or a text alone, to a document.
+        """Convert a row to a document. A row has a text, an id and metadata; it may also be a text alone.
 
         If the row has no id, the document's id is a hash of the content. So a text that is added twice is
         stored once. A `TextDocument` is returned unchanged, with one exception: if `fields` name a source and
@@ -196,8 +196,8 @@ class TextDocument:
                 metadata.
 
         Raises:
-            InputError: the row has no text or an empty text, no source although `fields` name one, the id is
-                not valid, or a value has a wrong type.
+            InputError: the text is missing or empty; the source is missing, and `fields` name one; the id is
+                not valid; or a value has a wrong type.
         """
         if isinstance(row, TextDocument):
             if fields.source is None or row.source is not None:

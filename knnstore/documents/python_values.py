@@ -51,8 +51,8 @@ class _NotJsonError(Exception):
 def to_json_metadata(row: Mapping[Any, Any]) -> dict[str, Any]:
     """Convert the metadata of a row to a dict of JSON values by name.
 
-    Missing values (NaN, `pandas.NaT`, `pandas.NA`) are left out. None is kept, as null is kept in a JSON
-    file.
+    Missing values (NaN, `pandas.NaT`, `pandas.NA`) are left out. None is not left out; it becomes null in
+    JSON.
 
     Args:
         row: metadata by name; a name that is a number becomes a string.

@@ -49,7 +49,7 @@ _TOKENS_PER_SOURCE_TOKEN, _EXTRA_TOKENS = 2, 20
 
 
 def declare_completions(routes: Endpoints, serving: Serving) -> None:
-    """Add the endpoints ``/v1/completions`` and ``/v1/chat/completions`` to the application.
+    """Add ``/v1/completions``, ``/v1/chat/completions`` and llama.cpp's ``/infill`` to the application.
 
     Args:
         routes: the object with which endpoints are added to the application.

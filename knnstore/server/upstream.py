@@ -511,7 +511,9 @@ def _find_fallback(choice: Mapping[str, Any]) -> str | None:
 def _convert_refusal(answer: httpx.Response) -> Exception:
     """Return the exception for the client if vLLM answers with another status than 200.
 
-    Also logs the answer.
+    Returns:
+        `EngineBusyError` for status 429 and 503. For other statuses the answer is logged, and the exception
+        is an `ApiError`: with status 502 if vLLM refused the request (below 500), else with status 500.
     """
     if answer.status_code in (429, 503):
         return EngineBusyError()

@@ -115,7 +115,8 @@ class Counting:
     def count_in_background(self) -> None:
         """Start a background thread in which added documents are counted.
 
-        From now on, `get_latest` may return counts that lack added documents, while the thread counts again.
+        From now on, `get_latest_counts` may return counts that lack added documents, while the thread counts
+        again.
         """
         self._background = ThreadPoolExecutor(1, "knnstore-counting")
 
@@ -141,7 +142,9 @@ class Counting:
             except KnnstoreError:  # a query that needs these counts raises the same error
                 _logger.debug("n-grams could not be counted again", exc_info=True)
 
-    def get_latest(self, view: Callable[[], View], selection: Selection, attempts: int) -> NGramCounts | None:
+    def get_latest_counts(
+        self, view: Callable[[], View], selection: Selection, attempts: int
+    ) -> NGramCounts | None:
         """Return the n-gram counts of a selection; they may lack documents that were added a short time ago.
 
         The counts never include removed documents. If a document is removed during counting, the method

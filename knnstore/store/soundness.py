@@ -99,7 +99,7 @@ class Checksums:
         self._document = -1
         self._sums = _NO_CRCS
 
-    def add(self, ids: Ids, keys: Keys) -> None:
+    def add_records(self, ids: Ids, keys: Keys) -> None:
         """Process the next batch of records.
 
         Args:

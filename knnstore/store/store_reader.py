@@ -155,7 +155,7 @@ class StoreReader:
             ConfigError: if the domains have more text than can be counted together.
             StoreUnavailableError: if selected documents are removed again and again during counting.
         """
-        counts = self._counting.get_latest(self.view, selection, _SEARCH_ATTEMPTS)
+        counts = self._counting.get_latest_counts(self.view, selection, _SEARCH_ATTEMPTS)
         if counts is None:
             raise StoreUnavailableError(
                 f"the store was changed during each of {_SEARCH_ATTEMPTS} attempts to count n-grams; try "

@@ -64,7 +64,7 @@ class StoreChanges:
                 could not be deleted.
         """
         purge(self.writer, self.current.datastore, self.writer.unsettled())
-        self._remove_unused_weights()
+        self._delete_unused_weight_files()
 
     def purge_what_fits(self) -> None:
         """Delete incompletely added documents, and the rest of documents that were removed incompletely.
@@ -80,7 +80,7 @@ class StoreChanges:
                 "it: %s",
                 error,
             )
-            self._remove_unused_weights()
+            self._delete_unused_weight_files()
 
     def take_over(self) -> None:
         """Make a copied store the owner of the keys of its original, and delete half added documents.
@@ -120,7 +120,7 @@ class StoreChanges:
         except BaseException:
             group.abandon()
             raise
-        self._remove_unused_weights()
+        self._delete_unused_weight_files()
         self._home.reserve.keep()  # an earlier removal may have used it
 
     @contextmanager
@@ -141,7 +141,7 @@ class StoreChanges:
         except BaseException:
             documents.abandon()
             raise
-        self._remove_unused_weights()
+        self._delete_unused_weight_files()
         self._home.reserve.keep()
 
     def release(self, leases: Sequence[Lease]) -> None:
@@ -231,7 +231,7 @@ class StoreChanges:
         drop_damaged_settings(self.writer)
         self.writer.save_settings(domains, saved.payload())
         self._new_weights -= set(saved.files())
-        self._remove_unused_weights()
+        self._delete_unused_weight_files()
 
     def save_weights(self, weights: Weights) -> str:
         """Write fitted weights durably to a file, and return the file's name.
@@ -276,7 +276,7 @@ class StoreChanges:
             for ids, keys, _ in datastore.iterate(
                 ids=ranges_of(snapshot.starts[lacks_checksum], snapshot.stops[lacks_checksum])
             ):
-                checksums.add(ids, keys)
+                checksums.add_records(ids, keys)
             self.writer.note_checksums(checksums.get_checksums())
 
     def optimize(self) -> None:
@@ -300,7 +300,7 @@ class StoreChanges:
             check_space(self._home.path, _CATALOG_BYTES_PER_TOKEN * tokens, operation)
         self.current.place(self.current.engine).check_space(tokens, operation)
 
-    def _remove_unused_weights(self) -> None:
+    def _delete_unused_weight_files(self) -> None:
         """Delete the files of weights that no saved settings name, except new files, see `save_weights`.
 
         Does nothing if saved settings are damaged.

@@ -70,8 +70,9 @@ def find_problems(home: Home, catalog: Catalog, view: View) -> list[str]:
 def _find_fingerprint_problem(fingerprint: str) -> str | None:
     """Check the form of a model's fingerprint, the text by which a store recognizes its model.
 
-    A fingerprint is a SHA-256. It may be followed by the data whose SHA-256 it is, and by JSON values; each
-    of these parts begins with a colon and is in base64. See also `knnstore.lm.keys.model_fingerprint`.
+    A fingerprint begins with a SHA-256 hash. Further parts may follow: first the hashed data, then JSON
+    values. A colon stands before each further part, and each is encoded in base64. See also
+    `knnstore.lm.keys.model_fingerprint`.
 
     Args:
         fingerprint: the fingerprint in the catalog.
@@ -145,7 +146,7 @@ def _compare_records(catalog: Catalog, datastore: Datastore, unsettled: list[Pla
     texts: dict[int, Tokens] = {}
     # 1) Read all records, and compare each record with its document.
     for batch_ids, batch_keys, batch_groups in datastore.iterate():
-        checked.add(batch_ids, batch_keys)
+        checked.add_records(batch_ids, batch_keys)
         batch_documents = snapshot.documents_at(positions_of(batch_ids))
         has_document = batch_documents >= 0
         foreign.append(batch_ids[~has_document])

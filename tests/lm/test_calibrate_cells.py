@@ -146,7 +146,7 @@ def test_documents_that_are_left_out_are_in_no_sum(lm) -> None:
 @pytest.mark.slow
 def test_domains_visited_apart_agree_with_the_evaluation(lm) -> None:
     further = searched(lm)
-    evidence = further.by_domain(["a", "b"], 64, 3)
+    evidence = further.search_each_domain(["a", "b"], 64, 3)
     temperature = float(evidence.temperatures[8])
     given = KNNSettings(64, temperature, DomainWeights(("b", "a"), (0.2, 0.5), (2.0, 1.0)), probes=3)
     found = lm.evaluate(HELD_OUT, given)

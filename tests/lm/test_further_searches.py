@@ -63,7 +63,7 @@ def test_larger_k_agrees_with_the_evaluation(lm, further):
 
 
 def test_domains_searched_apart_agree_with_the_evaluation(lm, further):
-    evidence = further.by_domain(["a", "b", "noise"], 16)
+    evidence = further.search_each_domain(["a", "b", "noise"], 16)
     temperature = float(evidence.temperatures[8])
     given = KNNSettings(16, temperature, DomainWeights(("b", "a"), (0.2, 0.5), (2.0, 1.0)))
     mixed, lam = evidence.log_probs(given, torch.arange(len(further.scored)))
@@ -100,7 +100,7 @@ def test_calibrate_tries_larger_k_and_weights_of_domains(lm, monkeypatch):
 
 @pytest.mark.slow
 def test_what_is_in_force_is_judged_with_its_own_weights_or_its_own_k(lm, further):
-    evidence = {"wide": further.with_k([300]), "domains": further.by_domain(["a", "b"], 16)}
+    evidence = {"wide": further.with_k([300]), "domains": further.search_each_domain(["a", "b"], 16)}
     temperature = 1.1 * float(evidence["domains"].temperatures[8])
     for current in (
         KNNSettings(16, temperature, DomainWeights(("b", "a"), (0.3, 0.4))),

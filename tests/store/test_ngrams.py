@@ -129,7 +129,7 @@ def test_the_most_frequent_next_token_follows_the_longest_suffix(texts, asked, o
         found = matches.distribution(at, order)
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr("knnstore.store.ngrams.matches._LISTED_AT_ONCE", listed)
-            tops = matches.top_tokens(at, found.suffixes)
+            tops = matches.find_top_tokens(at, found.suffixes)
         assert tops.tolist() == tokens
         np.testing.assert_allclose(matches.token_probs(at, tops, order), probs, atol=1e-6)
         np.testing.assert_allclose(found.token_probs(tops, counts.unigrams), probs, atol=1e-6)

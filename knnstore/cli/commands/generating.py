@@ -76,9 +76,10 @@ def generate(
         typer.Option(
             "--draft/--no-draft",
             help="Speculative decoding: check several draft tokens in one pass. Drafts are tokens that "
-            "follow the same words in the store or the text. The generated text stays the same. The default "
-            "is on with n-grams and one beam, because drafts and n-grams use the same sorted text. A "
-            "message says if the model cannot use drafts, for example because it has a recurrent state.",
+            "follow the same words in the store or the text. The generated text stays the same. By default "
+            "drafts are used if the settings have n-grams and there is one beam: the index of the n-grams "
+            "also finds drafts. A message says if the model "
+            "cannot use drafts, for example because it has a recurrent state.",
             show_default=False,
         ),
     ] = None,

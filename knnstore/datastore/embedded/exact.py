@@ -407,7 +407,8 @@ def compare_rows(
 def _compute_center(segments: Sequence[Segment]) -> Keys:
     """Estimate the mean key of several segments from at most 4096 keys of the largest segment.
 
-    The mean is rounded to half precision, so that subtracting it from keys in half precision is exact.
+    The mean is rounded to half precision. So a key that is stored in half precision minus the mean has no
+    rounding error in float32.
 
     Args:
         segments: one or more sets of records of one group.

@@ -198,7 +198,7 @@ def calibrate(
             wide = further.with_k(larger) if larger else []
         searched = [domain.name for domain in store.domains() if not names or domain.name in names]
         if 2 <= len(searched) <= MOST_DOMAINS:
-            apart = further.by_domain(searched, scored.k, probes)
+            apart = further.search_each_domain(searched, scored.k, probes)
     between = time.perf_counter()
     # 4) Fit and judge every candidate.
     found = compare(

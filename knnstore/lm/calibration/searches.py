@@ -88,7 +88,7 @@ class FurtherSearches:
         found = self._probe(probes, title, self.selection, choose_temperatures(self.scored))
         return dict(zip(probes, found, strict=True))
 
-    def by_domain(self, domains: Sequence[str], k: int, probes: int | None = None) -> DomainEvidence:
+    def search_each_domain(self, domains: Sequence[str], k: int, probes: int | None = None) -> DomainEvidence:
         """Search each domain alone, and return the probability of every token by each domain's records.
 
         Args:

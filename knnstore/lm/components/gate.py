@@ -117,7 +117,7 @@ def collect_experts(
 def weigh_by_gate(
     gate: JointGate, components: Sequence[Component], parts: Mapping[str, Any], evidence: Evidence
 ) -> dict[str, Contribution]:
-    """Return the predictions of each component in use at n positions, with weights λ that a gate chooses.
+    """Let a gate choose the weight λ of each component, at each of n positions.
 
     A gate is a network that weighs the experts. An expert is one component at one temperature. The experts of
     a component are merged into one distribution.
@@ -130,9 +130,9 @@ def weigh_by_gate(
             model's entropy.
 
     Returns:
-        For each component name its distributions with their weights λ. Components are mixed in this order; λ
-        is the weight of a component in the mixture with the model and all earlier components. A component
-        that the gate was not fitted for is left out.
+        The distributions of each component with their weights λ, by the component's name. A component that
+        the gate was not fitted for is left out. Components are mixed in the order of the result: p becomes
+        λ p_component + (1 - λ) p, and begins as the model's distribution.
 
     Raises:
         ConfigError: the gate weighs a component that this version does not have, or was fitted with another

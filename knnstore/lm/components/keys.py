@@ -422,7 +422,7 @@ def _convert_to_sums(found: Neighbors, batch: Batch, settings: KeySettings, form
     if form is not Form.TARGET:
         return sums
     assert batch.targets is not None
-    return sums.for_targets(batch.targets, with_distinct=not settings.needs_nearest_only)
+    return sums.reduce_to_targets(batch.targets, with_distinct=not settings.needs_nearest_only)
 
 
 def _list_places(ids: Ids, distances: Tensor, weights: Tensor, columns: Tensor) -> list[list[Place]]:

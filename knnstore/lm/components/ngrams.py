@@ -375,7 +375,7 @@ class NGrams(CountedNGrams):
                 found.probs[rows] = torch.from_numpy(matches.gold(at, order))
                 found.suffixes[rows] = torch.from_numpy(np.stack(of_rows, 1))
                 if top is not None:
-                    tops = matches.top_tokens(at, of_rows)
+                    tops = matches.find_top_tokens(at, of_rows)
                     top[rows] = torch.from_numpy(matches.token_probs(at, tops, order))
             return found
         if counts.is_empty:
@@ -388,7 +388,7 @@ class NGrams(CountedNGrams):
         rest[rows] = seen.rest
         suffixes[rows] = np.stack(seen.suffixes, 1)
         if top is not None:
-            tops = matches.top_tokens(at, seen.suffixes)
+            tops = matches.find_top_tokens(at, seen.suffixes)
             top[rows] = torch.from_numpy(seen.token_probs(tops, counts.unigrams))
         device = torch.device("cpu") if question.keys is None else question.keys.device
         unigrams = _get_unigrams(counts, question.vocabulary, device)

@@ -272,9 +272,9 @@ class StepMixer:
         is raised, but `take_failures` names the request.
 
         Args:
-            states: hidden states of the n tokens of the step, from the module of the model that the store's
-                keys are taken from; shape (n or more, width), any floating dtype. Rows after the first n are
-                padding.
+            states: hidden states of the n tokens of the step, shape (n or more, width), any floating dtype.
+                They are the outputs of one module of the model; the store's keys were taken from the same
+                module. Rows after the first n are padding.
         """
         step = self._step
         assert step is not None

@@ -122,7 +122,8 @@ def fit_network(
         loss: the loss to minimize.
         documents: number of each token's document, int64, shape (n,). One document in eight is held out, or
             the first eighth of a single document.
-        start: outputs before the fit, the best outputs that are equal for all tokens, shape (o,).
+        start: the network's outputs before the fit, shape (o,). Callers give the best constant outputs; a
+            constant output has the same value for all tokens.
         query: slice of the columns of `features` that are the query vector. At each step a random half of
             these columns is replaced by the mean. Default: no columns.
 

@@ -479,7 +479,7 @@ def fit_lambdas(
         knn: p_kNN of the tokens at m settings, for example temperatures, float32, shape (n, m).
         bins: bin of each token, int64, shape (n,), from 0 to `count` - 1.
         count: number of bins, g.
-        prior: λ towards which the λ of every bin is drawn, shape (m,).
+        prior: expected λ, shape (m,). The fit draws the λ of every bin towards it.
         strength: weight of the prior, in tokens. If it is above 0, a bin without tokens has the prior as λ.
 
     Returns:

@@ -156,7 +156,7 @@ class NeighborSums:
             return self._prepared[temperature]
         return compute_neighbor_weights(self.distances, temperature)
 
-    def for_targets(self, targets: Tensor, *, with_distinct: bool) -> "NeighborSums":
+    def reduce_to_targets(self, targets: Tensor, *, with_distinct: bool) -> "NeighborSums":
         """Return a smaller copy, in which `hits` replaces `tokens`: 5 bytes for each neighbor instead of 12.
 
         `hits` is True for a neighbor with the target token.

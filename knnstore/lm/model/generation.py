@@ -252,9 +252,9 @@ class StoreGeneration(GenerationMixin):
     def _get_logits_processor(
         self: Any, *args: Any, model_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> LogitsProcessorList:
-        """Return the logits processors of transformers, with `Guidance` in place of its guidance processor.
+        """Return transformers' logits processors; `Guidance` replaces the one for classifier-free guidance.
 
-        `Guidance` uses the store and the settings ``knn`` of the call.
+        `Guidance` runs the model on the second prompt with the store and the settings ``knn`` of the call.
         """
         processors: LogitsProcessorList = super()._get_logits_processor(  # type: ignore[misc]
             *args, model_kwargs=model_kwargs, **kwargs

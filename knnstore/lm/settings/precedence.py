@@ -413,14 +413,17 @@ def _fill_unset_fields(asked: KNNSettings, stored: KNNSettings) -> KNNSettings:
 def _override_values(stored: KNNSettings, asked: Overrides, *, is_keyless: bool) -> KNNSettings:
     """Return a copy of the store's settings with the values that `asked` sets.
 
+    A cache of size 0 is removed, and so are n-grams of order 0. A λ of the cache or of n-grams removes the
+    gate, which would choose another λ.
+
     Args:
         stored: the store's settings.
         asked: the values that the caller sets; None keeps a value.
         is_keyless: True if the store has no keys.
 
     Raises:
-        ConfigError: a value is out of range; or `asked` sets a cache size without a temperature, and the
-            store has neither keys nor a saved cache to take the temperature from.
+        ConfigError: a value is out of range, or the temperature of the cache is unknown. It is known if
+            `asked` sets it, if the store has a saved cache, or if the store has keys.
     """
     settings = override_keys(stored, asked)
     cache, ngrams = settings.cache, settings.ngrams

@@ -61,11 +61,12 @@ class _ScoringPaces:
         self._tokens: OrderedDict[Hashable, int] = OrderedDict()
 
     def get_max_tokens(self, scope: Hashable, settings: KNNSettings) -> int:
-        """Return how many prompt tokens a turn may score for a scope, between 1 and `_MAX_TURN_TOKENS`.
+        """Return the largest number of prompt tokens that the server scores between two decoding steps.
 
-        A turn is the time between two decoding steps. A new scope is added with a first guess: the number of
-        tokens whose searches together retrieve `NEIGHBORS_AT_ONCE` neighbors. If more than `_MAX_PACES`
-        scopes are remembered, the scope that was added first is dropped.
+        The number depends on the scope, that is the documents and the settings of retrieval. It is between 1
+        and `_MAX_TURN_TOKENS`. For a new scope it is guessed: each token retrieves some neighbors, and all
+        tokens together may retrieve `NEIGHBORS_AT_ONCE`. If more than `_MAX_PACES` scopes are remembered, the
+        scope that was added first is dropped.
 
         Args:
             scope: the value of `Task.knn`: the documents and the settings of retrieval.

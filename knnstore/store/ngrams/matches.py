@@ -118,9 +118,10 @@ class _ContextLevels(NamedTuple):
 
     @property
     def total_weights(self) -> NDArray[np.float64]:
-        """Weight of each level in the whole mixture, shape (q, l).
+        """Weight of each level in the whole mixture, for q contexts and l suffix lengths, shape (q, l).
 
-        It is the product of the factors `shorter_weights` of all longer suffixes; 1 for the longest suffix.
+        The weight of the longest suffix is 1. The weight of each other suffix is the product of
+        `shorter_weights` of all suffixes that are longer than it.
         """
         return np.concatenate(
             [np.ones_like(self.shorter_weights[:, :1]), self.shorter_weights[:, :-1]], 1
@@ -211,7 +212,7 @@ class Matches:
         symbols = self._symbols[indices + 1].astype(np.int64)
         return self._compute_probs(levels, symbols, self._extend_ranges(indices, levels), order)
 
-    def top_tokens(self, indices: Places, suffixes: Suffixes) -> Places:
+    def find_top_tokens(self, indices: Places, suffixes: Suffixes) -> Places:
         """Find the token that most often follows the longest suffix of each context in the stored text.
 
         Args:

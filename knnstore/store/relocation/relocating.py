@@ -337,8 +337,8 @@ class Relocation:
                     source,
                     copy,
                     progress,
-                    on_source_batch=source_checksums.add,
-                    on_target_batch=target_checksums.add,
+                    on_source_batch=source_checksums.add_records,
+                    on_target_batch=target_checksums.add_records,
                 )
             # 2) Check that the source has not lost or altered anything.
             altered = source_checksums.find_differing(stored)
