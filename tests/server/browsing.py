@@ -36,8 +36,9 @@ class Opened:
             act()
         answer: Response = waiting.value
         assert answer.ok, answer.text()
+        said = answer.json()  # at once: a browser does not keep the bodies of answers for long
         expect(self.page.locator(".waiting")).to_have_count(0)
-        return {**answer.json(), "asked": json.loads(answer.request.post_data)}
+        return {**said, "asked": json.loads(answer.request.post_data)}
 
     def said_wrongly(self) -> list[str]:
         """What a program shows by mistake, of texts and names and styles that are on the page."""
