@@ -117,7 +117,7 @@ def collect_experts(
 def weigh_by_gate(
     gate: JointGate, components: Sequence[Component], parts: Mapping[str, Any], evidence: Evidence
 ) -> dict[str, Contribution]:
-    """Let a gate choose the weight λ of each component, at each of n positions.
+    """Weigh the predictions of each component by a gate, which chooses λ at each of n positions.
 
     A gate is a network that weighs the experts. An expert is one component at one temperature. The experts of
     a component are merged into one distribution.
