@@ -369,6 +369,17 @@ def test_texts_together_are_drafted_by_what_the_slow_texts_gain(lm) -> None:
     assert not any(map(len, propose_together(each, [loop, new, new, new], [16] * 4)))
 
 
+def test_texts_together_count_by_the_square_of_their_time_per_token(lm) -> None:
+    """Three of four texts repeat themselves. Their mean time per token is least with longer drafts."""
+    loop, new = np.array([61, 7, 62, 9, 8] * 4), np.arange(70, 90)
+    each, costs = [Drafts(lm.store, PLAIN) for _ in range(4)], estimate_pass_costs(4)
+    drafts = propose_together(each, [loop, loop, loop, new], [16] * 4)
+    gains = np.append(0, np.cumsum(0.95 ** np.arange(1, len(costs))))  # about those of the loop
+    best = [int((3 * (costs / (1 + gains)) ** power + costs**power).argmin()) for power in (1, 2)]
+    assert [len(draft) for draft in drafts] == [best[1]] * 3 + [0]
+    assert best[0] > best[1] > 0
+
+
 def test_texts_together_each_have_their_own_limit_and_some_are_not_drafted(lm) -> None:
     loop = np.array([61, 7, 62, 9, 8] * 4)
     for is_drafted, limit in ((True, 2), (True, 0), (False, 40)):
