@@ -57,7 +57,7 @@ def judge(
         places.append(TokenPlaces(batch.documents, batch.positions, batch.gold))
         targets = torch.from_numpy(batch.gold)
         contexts = {
-            name: texts.append_batch(encoded.keys, batch.documents, batch.positions)
+            name: texts.append_keys(encoded.keys, batch.documents, batch.positions)
             for name, texts in following.items()
         }
         for start in range(0, len(targets), _ROWS):

@@ -122,8 +122,9 @@ class Catalog:
             url: database in which the tables are created.
             identity: model and parameters of the store, which never change.
             engine: vector engine that holds the keys: name, location and parameters.
-            store_id: id of the store; None chooses a random id. If an earlier creation of a store with this
-                id was interrupted, the store is created again; such a store was never opened for writing.
+            store_id: id of the store; None chooses a random id. If the database already holds a store with
+                this id that was never opened for writing, its creation was interrupted, and the store is
+                created again.
 
         Raises:
             StoreExistsError: the database already holds another store, or the store with this id was opened

@@ -283,13 +283,13 @@ class CatalogWriter:
         return self.catalog.unsettled()
 
     def forget(self, rows: Sequence[int]) -> None:
-        """Delete documents that are not live from the catalog, with their tokens and tags.
+        """Delete from the catalog documents that are being added or removed, with their tokens and tags.
 
         If a domain has no document left, the domain is deleted too. Saved settings for a set of domains are
         deleted if one of these domains was deleted.
 
         Args:
-            rows: primary keys of the documents. Unknown keys, and keys of live documents, are ignored.
+            rows: primary keys of the documents. Unknown keys, and keys of other documents, are ignored.
         """
         with self._run_transaction("forget") as session:
             domain_ids: set[int] = set()

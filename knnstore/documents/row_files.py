@@ -406,8 +406,8 @@ def _parse_cells(columns: list[str], cells: list[str], fields: Fields) -> TextDo
         fields: names of the columns that contain the text and the id; an empty id counts as missing.
 
     Raises:
-        InputError: the row has more or fewer cells than columns, a cell without a column name is not empty,
-            or the document is not valid.
+        InputError: the row has more or fewer cells than columns, several columns have no name and one of them
+            has a value, or the document is not valid.
     """
     if len(cells) != len(columns):
         raise InputError(f"the row has {len(cells)} cells, but the header names {len(columns)} columns")

@@ -243,7 +243,7 @@ class DocumentTexts:
         self._read: list[int] = []
         self._known: dict[Any, Any] = {}
 
-    def append_batch(self, keys: Tensor, documents: Numbers, positions: Numbers) -> Contexts:
+    def append_keys(self, keys: Tensor, documents: Numbers, positions: Numbers) -> Contexts:
         """Append the keys of a batch of windows to the texts, and return the contexts of the batch.
 
         A position is the place of a target token, and its context is the text before this token. Keys and

@@ -446,7 +446,7 @@ class _Answer:
         """
         begun_texts: set[int] = set()
         try:
-            async for piece in _split_pieces(self._pieces):
+            async for piece in _split_large_pieces(self._pieces):
                 index, is_first = piece.index, piece.index not in begun_texts
                 text = (self._shape.get_prefix(index) if is_first else "") + self._count_tokens(piece).text
                 if not (text or piece.finish or (piece.tokens and self._task.top is not None)):
@@ -523,7 +523,7 @@ class _Answer:
         return {"knn": {"sources": sources, **describe_second_pass(self._serving)}}
 
 
-async def _split_pieces(pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
+async def _split_large_pieces(pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
     """Yield the same pieces of texts, but split large pieces, so that no event of a stream is too large.
 
     A piece is a new part of a text, with its tokens. A yielded piece has at most `_EVENT_TOKENS` tokens. The

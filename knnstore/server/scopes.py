@@ -182,7 +182,7 @@ class Scopes:
         assert isinstance(scope, Scope)
         key = self._store.revision(), scope
         cached = self._settings.get(key)
-        return self._cache_settings(key, self._resolve_uncached(scope)) if cached is None else cached
+        return self._cache_settings(key, self._resolve_settings(scope)) if cached is None else cached
 
     def build_options(self, scope: Hashable) -> RequestOptions:
         """Convert a scope to request options for another server with the same store, such as vLLM.
@@ -224,7 +224,7 @@ class Scopes:
         if key in self._settings:
             return
         with suppress(KnnstoreError):
-            settings = self._cache_settings(key, self._resolve_uncached(scope))
+            settings = self._cache_settings(key, self._resolve_settings(scope))
             if settings.retrieves:
                 self._store.record_count(settings.selection)
             if settings.ngrams is not None:
@@ -246,7 +246,7 @@ class Scopes:
                 self._settings.popitem(last=False)
         return cached
 
-    def _resolve_uncached(self, scope: Scope) -> KNNSettings:
+    def _resolve_settings(self, scope: Scope) -> KNNSettings:
         """Return the retrieval settings of a scope for the newest state of the store, without the cache.
 
         Domains of the scope that no longer exist are ignored; if none is left, λ is 0.

@@ -11,7 +11,7 @@ from hypothesis import given
 from knnstore.errors import ConfigError
 from knnstore.lm import KNNLMForCausalLM, KNNSettings, TextState, TextStateLayer
 from knnstore.lm.keys import Joining
-from knnstore.lm.model.text_layer import attach_texts, check_row_order, get_cached_texts
+from knnstore.lm.model.text_layer import attach_texts, check_rows_not_reordered, get_cached_texts
 from knnstore.lm.text_state import append_pass
 
 IDS = torch.tensor([[2, 2, 2, 0, 40, 41], [0, 9, 8, 7, 6, 5]])
@@ -129,9 +129,9 @@ def test_texts_ride_with_a_state_that_is_no_cache() -> None:
     assert get_cached_texts(output) is texts
     assert isinstance(output["state"], list)
     append(texts[0], [4, 5, 6])
-    check_row_order(output, torch.tensor([[4, 5, 6, 7]]), 1)
+    check_rows_not_reordered(output, torch.tensor([[4, 5, 6, 7]]), 1)
     with pytest.raises(ConfigError, match="generate with use_cache=False"):
-        check_row_order(output, torch.tensor([[4, 5, 9, 7]]), 1)
+        check_rows_not_reordered(output, torch.tensor([[4, 5, 9, 7]]), 1)
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"use_cache": False}, {"do_sample": True}], ids=str)

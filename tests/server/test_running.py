@@ -159,8 +159,8 @@ def test_sighup_ends_nothing(serve):
 def test_it_is_warm_before_it_is_ready(inside, prepared):
     server = inside(prepared, require_keys=False)
     made: list[object] = []
-    make = server.serving.scopes._resolve_uncached
-    server.serving.scopes._resolve_uncached = lambda scope: (made.append(scope), make(scope))[1]
+    make = server.serving.scopes._resolve_settings
+    server.serving.scopes._resolve_settings = lambda scope: (made.append(scope), make(scope))[1]
     for model in ("tiny+news", "tiny+letters", "tiny+letters+news"):
         body = {"model": model, "prompt": "The council", "max_tokens": 1}
         assert server.call("POST", "/v1/completions", json=body).status_code == 200

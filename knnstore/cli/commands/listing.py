@@ -147,9 +147,13 @@ def adapters(as_json: JsonOption = False) -> None:
 
 
 def _describe_capabilities(capabilities: "Capabilities | None") -> list[str]:
-    """Return the properties of a vector engine as words such as "exact" or "durable".
+    """Describe a vector engine in four terms, for example "exact" or "approximate" for its search.
 
-    None, for an engine that cannot be used, gives an empty list.
+    Args:
+        capabilities: the capabilities of the engine; None if the engine cannot be used.
+
+    Returns:
+        The terms; an empty list for None.
     """
     if capabilities is None:
         return []

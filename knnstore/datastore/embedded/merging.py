@@ -239,11 +239,11 @@ class _Cursor:
             + min(row, self._rows.stops[range_index])
             - self._rows.starts[range_index]
         )
-        numbers = self._to_row_numbers(np.arange(self._done, stop))
+        numbers = self._to_segment_rows(np.arange(self._done, stop))
         self._done = stop
         return numbers
 
-    def _to_row_numbers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _to_segment_rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Convert indices into the sequence of selected records to row numbers of the segment.
 
         Args:
@@ -259,7 +259,7 @@ class _Cursor:
         Args:
             index: 0 for the first selected record, 1 for the second, and so on.
         """
-        return int(self.ids[self._to_row_numbers(np.array([index]))[0]])
+        return int(self.ids[self._to_segment_rows(np.array([index]))[0]])
 
 
 def plan_merges(segments: Sequence[Segment], ratio: int) -> list[list[Segment]]:

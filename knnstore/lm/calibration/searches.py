@@ -120,18 +120,18 @@ class FurtherSearches:
     def _probe(
         self, probes: Sequence[int], title: str, selection: Selection, temperatures: Tensor
     ) -> list[TargetSums]:
-        """Compute the probability of every token by all records in the cells nearest to the token's key.
+        """Compute p_kNN of each scored token from all records in the cells nearest to the token's key.
 
-        A cell is a group of stored records with near keys.
+        A cell is a group of stored records with near keys. This is done for several numbers of cells.
 
         Args:
-            probes: numbers of searched cells, ascending.
+            probes: each number of cells to search for a token, ascending.
             title: title of the progress display.
             selection: the documents to search.
             temperatures: the temperature grid, shape (m,).
 
         Returns:
-            For each number of searched cells, the probability of every token at each temperature.
+            For each number of searched cells, p_kNN of each scored token at each temperature.
         """
         found, at_once = [TargetSums.nothing(len(self.scored), temperatures) for _ in probes], _FIRST_QUERIES
         for members, reached in self._group_tokens(title, selection):

@@ -215,9 +215,9 @@ def limit_k_to_store(reader: Reader, settings: KeySettings) -> int:
         settings: the settings in force.
 
     Returns:
-        The smaller of k and the number of records of the largest search, but not less than `DISTINCT_AMONG`.
         k itself if it is at most `DISTINCT_AMONG`, or if whole cells (groups of records with near keys) are
-        searched.
+        searched. Otherwise the smaller of k and the number of records that are searched, but not less than
+        `DISTINCT_AMONG`. If the mixer makes several searches, the one with most records counts.
 
     Raises:
         DomainNotFoundError: a selected domain does not exist.

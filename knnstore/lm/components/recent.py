@@ -210,11 +210,14 @@ class RecentText:
     def contribute(
         self, settings: CacheSettings, found: Recent | TargetRecent, factor: float = 1.0
     ) -> Contribution:
-        """Return, for each position, the softmax over distances as a distribution, and its weight λ.
+        """Return a distribution over preceding tokens and the weight λ of the settings for each position.
+
+        The probability of a preceding token is a softmax over the distances of the preceding keys.
 
         Args:
             settings: temperature and weight λ of the cache.
-            found: the result of the look-up at n positions.
+            found: the result of the look-up at n positions. A `TargetRecent` gives two probabilities at each
+                position: of the target token, and of all other tokens together.
             factor: factor by which the temperature of the settings is multiplied.
         """
         temperature = settings.temperature * factor

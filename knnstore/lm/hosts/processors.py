@@ -98,7 +98,8 @@ class NGramLogitsProcessor:
     def _mix(self, texts: list[NDArray[np.int64]], scores: Tensor) -> Tensor:
         """Mix the predictions of the n-grams into scores, and return log-probabilities, shape (b, v).
 
-        If no domain is left, the scores are returned unchanged. A score of -inf stays -inf.
+        If the selected domains no longer exist, the scores are returned unchanged. A score of -inf stays
+        -inf.
 
         Args:
             texts: token ids of each of the b texts so far.

@@ -415,7 +415,9 @@ class StepMixer:
         contexts = self._contexts(members, owners[picked], step.positions[rows[picked]] + 1)
         chosen_rows = Rows(logits if is_all else logits[index], keys, contexts)
         each = [one for owner in owners[picked].tolist() if (one := settings[owner]) is not None]
-        mixed = self._mix_or_fail(chosen_rows, each, [step.requests[owner] for owner in owners[picked]])
+        mixed = self._mix_apart_on_error(
+            chosen_rows, each, [step.requests[owner] for owner in owners[picked]]
+        )
         if mixed is chosen_rows.logits:
             return logits
         if is_all:
@@ -424,7 +426,7 @@ class StepMixer:
         result[index] = mixed.to(torch.float32)
         return result
 
-    def _mix_or_fail(self, rows: Rows, each: list[KNNSettings], names: list[str]) -> Tensor:
+    def _mix_apart_on_error(self, rows: Rows, each: list[KNNSettings], names: list[str]) -> Tensor:
         """Mix the store into p rows, so that an error affects only the request that causes it.
 
         All rows are mixed at once. If that raises an exception, the rows of each request are mixed alone. A

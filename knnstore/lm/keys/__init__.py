@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         keep_positions,
         key_dim,
         keys_forward,
-        make_inputs,
+        make_forward_kwargs,
         model_precision,
         reads_source,
     )
@@ -56,7 +56,7 @@ __all__ = [
     "keys_forward",
     "layer_count",
     "locate",
-    "make_inputs",
+    "make_forward_kwargs",
     "model_fingerprint",
     "model_precision",
     "pair_fingerprint",

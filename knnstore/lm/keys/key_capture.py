@@ -73,7 +73,9 @@ def reads_source(model: PreTrainedModel) -> bool:
     return bool(model.config.is_encoder_decoder)
 
 
-def make_inputs(model: PreTrainedModel, input_ids: Tensor, source: Source | None) -> dict[str, Tensor]:
+def make_forward_kwargs(
+    model: PreTrainedModel, input_ids: Tensor, source: Source | None
+) -> dict[str, Tensor]:
     """Return the keyword arguments of a forward pass over texts, for a model or for its base model.
 
     Args:
@@ -122,7 +124,7 @@ def hidden_forward(
             token.
     """
     with torch.inference_mode(), KeyCapture(model, location) as capture:
-        output = model.base_model(**make_inputs(model, input_ids, source), use_cache=False)
+        output = model.base_model(**make_forward_kwargs(model, input_ids, source), use_cache=False)
     return capture.keys(*input_ids.shape), output[0]
 
 
@@ -148,7 +150,7 @@ def keys_forward(
             token.
     """
     with torch.inference_mode(), KeyCapture(model, location, stop=True) as capture:
-        model.base_model(**make_inputs(model, input_ids, source), use_cache=False)
+        model.base_model(**make_forward_kwargs(model, input_ids, source), use_cache=False)
     return capture.keys(*input_ids.shape)
 
 

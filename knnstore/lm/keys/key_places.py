@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from knnstore.errors import ConfigError
-from knnstore.lm.keys.key_capture import KeyCapture, KeyLocation, Source, key_dim, make_inputs
+from knnstore.lm.keys.key_capture import KeyCapture, KeyLocation, Source, key_dim, make_forward_kwargs
 
 LAYER_PLACES = ("ffn_input", "ffn_input_before_norm", "attention_input", "attention_input_before_norm")
 """Names of the places in a layer: the last layer, unless ``@LAYER`` follows the name."""
@@ -215,7 +215,7 @@ def _find_norm_input(model: PreTrainedModel, key: str, location: KeyLocation) ->
     try:
         ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
         with torch.inference_mode(), KeyCapture(model, location) as capture:
-            inputs = make_inputs(model, ids, Source.make_probe(model, 1))
+            inputs = make_forward_kwargs(model, ids, Source.make_probe(model, 1))
             model.base_model(**inputs, use_cache=False)
     finally:
         for hook in hooks:

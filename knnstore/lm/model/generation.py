@@ -17,7 +17,12 @@ from transformers import GenerationMixin, LogitsProcessorList, UnbatchedClassifi
 from knnstore.errors import ConfigError
 from knnstore.lm.model.drafting import enable_drafts, find_reason_against_drafts, warn_no_drafts
 from knnstore.lm.model.guidance import Guidance
-from knnstore.lm.model.text_layer import attach_texts, check_row_order, get_cached_length, get_cached_texts
+from knnstore.lm.model.text_layer import (
+    attach_texts,
+    check_rows_not_reordered,
+    get_cached_length,
+    get_cached_texts,
+)
 from knnstore.lm.reading import CACHE_NAMES, DelayedCheck, check_tokens, get_cache_argument_name
 from knnstore.lm.settings import KNNSettings, Purpose
 from knnstore.lm.text_state import TextState
@@ -156,7 +161,7 @@ class StoreGeneration(GenerationMixin):
             text_mask = torch.ones((len(input_ids), new), dtype=torch.long)
         if get_cache_argument_name(self.base.forward) is None:  # `generate` makes a cache for every model
             inputs = {name: value for name, value in inputs.items() if name not in CACHE_NAMES}
-        check_row_order(inputs, input_ids, new)
+        check_rows_not_reordered(inputs, input_ids, new)
         each: KNNSettings | list[KNNSettings] | None = knn
         if knn is not None and ends is not None and len(input_ids) > 1:
             ended = ends.find_ended(input_ids)

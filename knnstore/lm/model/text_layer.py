@@ -132,7 +132,7 @@ def attach_texts(values: Any, texts: Sequence[TextState] | None) -> None:
         setattr(cache, _ATTRIBUTE, texts)
 
 
-def check_row_order(values: Mapping[str, Any], input_ids: Tensor, new: int) -> None:
+def check_rows_not_reordered(values: Mapping[str, Any], input_ids: Tensor, new: int) -> None:
     """Check that beam search has not reordered the rows of a cache that does not support reordering.
 
     Only a cache that is not a `Cache` of transformers is checked, by comparing its texts with `input_ids`.

@@ -23,7 +23,7 @@ from knnstore.lm.keys import (
     hidden_forward,
     keys_forward,
     locate,
-    make_inputs,
+    make_forward_kwargs,
     model_precision,
     reads_source,
 )
@@ -141,7 +141,7 @@ class Encoder:
         ids = torch.as_tensor(input_ids[:1, :_CHECKED_TOKENS], device=self.model.device)
         first = None if source is None else SourceBatch(source.input_ids[:1], source.attention_mask[:1])
         with torch.inference_mode():
-            output: Any = self.model(**self._make_inputs(ids, first), use_cache=False)
+            output: Any = self.model(**self._make_forward_kwargs(ids, first), use_cache=False)
         check_logits(self.model, output.logits)
         self._is_checked = True
 
@@ -210,7 +210,7 @@ class Encoder:
             keys, states = hidden_forward(self.model, self.location, ids, self._move_source(source))
         else:
             with torch.inference_mode(), KeyCapture(self.model, self.location) as capture:
-                states = self.model(**self._make_inputs(ids, source), use_cache=False).logits
+                states = self.model(**self._make_forward_kwargs(ids, source), use_cache=False).logits
             keys = capture.keys(*ids.shape)
         return Encoded(self.project(self.joining(keys).flatten(0, 1)[wanted]), states.flatten(0, 1)[wanted])
 
@@ -329,14 +329,14 @@ class Encoder:
         """
         return states.float() if self.projection is None else self.projection(states)
 
-    def _make_inputs(self, ids: Tensor, source: SourceBatch | None) -> dict[str, Tensor]:
+    def _make_forward_kwargs(self, ids: Tensor, source: SourceBatch | None) -> dict[str, Tensor]:
         """Return the keyword arguments of a forward pass of the model over texts (and their sources, if any).
 
         Args:
             ids: token ids of the texts, on the model's device, shape (b, t).
             source: the source of each row for an encoder-decoder model, else None.
         """
-        return make_inputs(self.model, ids, self._move_source(source))
+        return make_forward_kwargs(self.model, ids, self._move_source(source))
 
     def _move_source(self, source: SourceBatch | None) -> Source | None:
         """Return sources as tensors on the model's device; None stays None."""
@@ -370,7 +370,7 @@ class Encoder:
         if self.head is None or self.model.base_model is self.model:
             return False
         ids = torch.arange(8, device=self.model.device)[None]
-        inputs = make_inputs(self.model, ids, Source.make_probe(self.model, 1))
+        inputs = make_forward_kwargs(self.model, ids, Source.make_probe(self.model, 1))
         with torch.inference_mode():
             whole: Any = self.model(**inputs, use_cache=False).logits
             hidden = self.model.base_model(**inputs, use_cache=False)[0]

@@ -36,7 +36,7 @@ from knnstore.lm.keys import (
     compute_fingerprint,
     key_dim,
     locate,
-    make_inputs,
+    make_forward_kwargs,
     model_fingerprint,
     pair_fingerprint,
     reads_source,
@@ -559,7 +559,7 @@ def check_runs(model: PreTrainedModel) -> None:
         raise ConfigError(f"{name} reads {model.main_input_name}: only sources that are text are supported")
     ids = torch.tensor([[0, 1, 2], [0, 1, 0]], device=model.device)
     try:
-        inputs = make_inputs(model, ids, Source.make_probe(model, len(ids)))
+        inputs = make_forward_kwargs(model, ids, Source.make_probe(model, len(ids)))
         with torch.inference_mode():
             logits: Any = model(**inputs, use_cache=False).logits
         shape = tuple(logits.shape)

@@ -385,7 +385,7 @@ def _extend_texts(texts: DocumentTexts, read: ReadTokens, settings: KNNSettings)
     """
     if not settings.needs_text:
         return None
-    return texts.append_batch(read.keys, read.documents, read.positions)
+    return texts.append_keys(read.keys, read.documents, read.positions)
 
 
 def predict_windows(reader: TextReader, batch: WindowBatch) -> ReadTokens:

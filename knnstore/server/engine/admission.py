@@ -64,9 +64,9 @@ class _ScoringPaces:
         """Return the largest number of prompt tokens that the server scores between two decoding steps.
 
         The number depends on the scope, that is the documents and the settings of retrieval. It is between 1
-        and `_MAX_TURN_TOKENS`. For a new scope it is guessed: each token retrieves some neighbors, and all
-        tokens together may retrieve `NEIGHBORS_AT_ONCE`. If more than `_MAX_PACES` scopes are remembered, the
-        scope that was added first is dropped.
+        and `_MAX_TURN_TOKENS`. For a new scope the number is `NEIGHBORS_AT_ONCE` divided by the number of
+        neighbors that each token retrieves. If more than `_MAX_PACES` scopes are remembered, the scope that
+        was added first is dropped.
 
         Args:
             scope: the value of `Task.knn`: the documents and the settings of retrieval.

@@ -129,12 +129,14 @@ class BatchCache:
     def _reallocate(self, rows: int, length: int, like: Layers) -> None:
         """Allocate larger layers with free columns at the end, and copy all keys and values into them.
 
-        Texts get no gaps in the new layers. The number of free columns is `_FREE_COLUMNS`.
+        In the new layers the columns of each text are adjacent, and all texts end in the same column. It is
+        followed by `_FREE_COLUMNS` free columns.
 
         Args:
             rows: number of rows (texts) to allocate.
             length: number of tokens of a text that will be added next; 0 if none will be added.
-            like: layers whose number of heads, width, dtype and device the new layers get, if there are none.
+            like: used only if the cache has no layers yet. The new layers get the number of heads, the width,
+                the dtype and the device of these layers.
         """
         end = max([length, *self.lengths])
         shape = rows, end + _FREE_COLUMNS

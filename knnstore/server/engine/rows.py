@@ -352,8 +352,8 @@ class Row:
     def _append_pieces(self, pieces: Sequence[TokenPiece]) -> tuple[str, bool]:
         """Append the text of tokens to the answer, and hold their scores until the text is sent.
 
-        If the prompt ended inside a character (`Prompt.unfinished`), the text of its last tokens is put
-        before the text of the first generated token.
+        If the prompt ended inside a character (`Prompt.unfinished`), the text of the prompt's last tokens is
+        put before the text of the first generated token.
 
         Args:
             pieces: the tokens with their texts. The texts are final: no later token changes them.

@@ -155,8 +155,9 @@ def load_all_settings(catalog: "Catalog") -> dict[tuple[str, ...], SavedSettings
 def find_files_in_use(catalog: "Catalog", snapshot: Snapshot) -> set[str]:
     """Return the names of the files of weights that may still be used.
 
-    These are the file with the projection of the store's keys, if the store has one, and the files that saved
-    settings name. A file is left out if its weights were fitted on a document that was removed since.
+    Saved settings name the files of their weights. A file is left out if its weights were fitted on a
+    document that was removed since. If the store has a projection of its keys, the file of the projection is
+    always included.
 
     Args:
         catalog: catalog of the store.

@@ -73,8 +73,8 @@ def _find_places_after(text: SortedText, wanted: Symbols) -> Places:
         wanted: the series of symbols (token ids plus 1), at most `DEPTH` - 1.
 
     Returns:
-        Indices into `text.symbols` of the symbol after each occurrence, sorted by the symbols from there on;
-        empty if there is no occurrence.
+        For each occurrence, the index in `text.symbols` of the first symbol after it. The indices are sorted
+        by the symbols that stand there and behind. Empty if there is no occurrence.
     """
     symbols, length, wanted_list = text.symbols, len(wanted), wanted.tolist()
 

@@ -23,8 +23,8 @@ def fit_gate(evidence: GridEvidence, scored: ScoredText) -> KNNSettings:
     """Train a network that chooses the weight λ and the temperature T of each token; return settings with it.
 
     The fit starts from the best fixed λ and T. The loss is the negative log-likelihood of the mixture. The
-    probability by the neighbors (p_kNN) is interpolated linearly between two temperatures of the grid, so
-    that the cost does not depend on k.
+    evidence has the probability by the neighbors (p_kNN) at the temperatures of a grid. For other
+    temperatures it is interpolated linearly, so that the cost does not depend on k.
 
     Args:
         evidence: probabilities of the tokens to fit on.
