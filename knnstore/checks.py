@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from knnstore.errors import InputError
+from knnstore.errors import ConfigError, InputError
 
 MAX_DEPTH = 64
 """Maximum number of nested objects and lists in metadata, so that recursive readers do not overflow."""
@@ -69,6 +69,36 @@ def convert_scalars(settings: object, *names: str) -> None:
         value = getattr(settings, name)
         if getattr(value, "ndim", None) == 0:
             object.__setattr__(settings, name, value.item())
+
+
+def convert_floats(settings: object, *names: str) -> None:
+    """Replace the fields of a frozen dataclass that are sequences of numbers by tuples of floats.
+
+    Args:
+        settings: the dataclass, which calls this function in its ``__post_init__``.
+        *names: names of the fields.
+
+    Raises:
+        ConfigError: a field is not a sequence of numbers.
+    """
+    for name in names:
+        value = getattr(settings, name)
+        try:
+            object.__setattr__(settings, name, tuple(map(float, value)))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ConfigError(f"{name} must be a list of numbers, got {value!r}") from error
+
+
+def check_numbers(settings: object, *names: str) -> None:
+    """Check that fields of a dataclass are numbers, after `convert_scalars`.
+
+    Raises:
+        ConfigError: a field is not a number.
+    """
+    for name in names:
+        value = getattr(settings, name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"{'lambda' if name == 'lam' else name} must be a number, got {value!r}")
 
 
 def check_json(value: Mapping[str, Any], what: str) -> None:

@@ -36,6 +36,10 @@ BLOCK = 1 << 16
 _MOST_BYTES = 4 << 30
 """Maximum size in bytes of a file that is read as a whole. A damaged or sparse file may have any size."""
 
+_LOCK_ATTEMPTS = 100
+"""Maximum number of attempts to open and lock a lock file that is removed at the same time. Some network and
+overlay file systems report that every open file is removed."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
@@ -301,7 +305,7 @@ def _open_and_lock(path: Path) -> int:
         BlockingIOError: another descriptor has the lock.
         OSError: the file cannot be opened, or the file system does not support locks.
     """
-    while True:
+    for _ in range(_LOCK_ATTEMPTS):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, _OWNER_ONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -313,6 +317,7 @@ def _open_and_lock(path: Path) -> int:
                 raise BlockingIOError(errno.EAGAIN, "the lock is taken") from error
             raise
         os.close(descriptor)  # the file was removed before it was locked
+    raise OSError(errno.ENOLCK, f"{path.name} has no link after it was opened {_LOCK_ATTEMPTS} times")
 
 
 def _describe_holder(holder: Path) -> str:

@@ -614,7 +614,7 @@ def _build_task(serving: Serving, body: GenerationRequest, plan: _GenerationPlan
         max_tokens=plan.max_tokens,
         copies=body.n or 1,
         sampling=body.sampling,
-        stops=body.stops,
+        stops=(*serving.stop_strings, *body.stops),
         top=plan.top,
         score_prompt=plan.score_prompt,
         constraint=serving.json_constraints.make_constraint(body.response_format),

@@ -43,6 +43,7 @@ from knnstore.server.engine import (
     Task,
     Ticket,
     Turns,
+    find_stop_strings,
 )
 from knnstore.server.errors import ApiError, refused
 from knnstore.server.infilling import Infilling
@@ -144,6 +145,8 @@ class Serving:
         """True for an encoder-decoder model: a prompt is a source, and a document is a pair."""
         self.document_end = lm.reader.document_tokenizer.end
         """The token that ends the tokens of every document; empty for a causal model."""
+        self.stop_strings = find_stop_strings(lm.generation_config)
+        """Stop strings of the model's generation configuration. They end every text, as in `generate`."""
         # 2) Start the engine and the writer.
         self.scopes = Scopes(lm.store, self.name, self.limits.k, self.limits.probes)
         self.engine = Engine(

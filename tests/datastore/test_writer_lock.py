@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from knnstore.durable import WriterLock
-from knnstore.errors import LockedError
+from knnstore.errors import DatastoreError, LockedError
 
 AT_EXIT = """
 import atexit, sys
@@ -98,3 +98,20 @@ def test_a_lock_file_that_is_removed_before_it_is_locked_is_made_again(
         WriterLock(tmp_path)
     lock.release()
     WriterLock(tmp_path).release()
+
+
+def test_a_file_system_without_link_counts_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some report that every open file has been removed; no file is left open."""
+    before, fstat = len(os.listdir("/proc/self/fd")), os.fstat
+
+    def report_removed(descriptor: int) -> os.stat_result:
+        return os.stat_result([*fstat(descriptor)[:3], 0, *fstat(descriptor)[4:]])
+
+    monkeypatch.setattr(os, "fstat", report_removed)
+    with pytest.raises(
+        DatastoreError, match=r"cannot lock .*writer.lock has no link .* local, writable disk"
+    ):
+        WriterLock(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -163,3 +163,19 @@ def test_a_tokenizer_whose_first_token_the_model_lacks_is_refused(make_model, to
     wide.add_special_tokens({"bos_token": "<begin>"})
     with pytest.raises(ConfigError, match=r"begins texts with token 101 .'<begin>'."):
         knnstore.create(tmp_path / "home", make_model("gpt2"), tokenizer=wide)
+
+
+@pytest.mark.parametrize("tokens", [[[1, 2]], np.array([[1, 2]]), {"input_ids": [[1, 2]]}])
+def test_tokens_that_are_no_tensor_are_refused_in_one_line(make_model, tokenizer, tmp_path, tokens) -> None:
+    model, tensor = make_model("gpt2"), torch.tensor([[1, 2]])
+    message = f"^(inputs|input_ids|labels|attention_mask) is {type(tokens).__name__}, not a tensor of torch"
+    with knnstore.create(tmp_path / "home", model, tokenizer=tokenizer) as lm:
+        for call in (
+            lambda: lm.generate(tokens, max_new_tokens=2),
+            lambda: lm.generate(input_ids=tokens, max_new_tokens=2),
+            lambda: lm.generate(tensor, attention_mask=tokens, max_new_tokens=2, draft=True),
+            lambda: lm(tokens),
+            lambda: lm(tensor, labels=tokens),
+        ):
+            with pytest.raises(InputError, match=message):
+                call()

@@ -71,6 +71,17 @@ def test_what_was_not_saved_has_its_default():
         (CacheSettings, {"size": 0}, "the cache's size"),
         (CacheSettings, {"temperature": 0.0}, "the cache's temperature"),
         (CacheSettings, {"lam": 1.5}, "the cache's lambda"),
+        *(
+            (make, {name: "x"}, f"{shown} must be a number, got 'x'")
+            for make in (KNNSettings, CacheSettings, NGramSettings, FixedLambda)
+            for name, shown in (("lam", "lambda"), ("temperature", "temperature"))
+            if name == "lam" or make in (KNNSettings, CacheSettings)
+        ),
+        *(
+            (NGramSettings, {"by_length": value}, "by_length must be a list of numbers, got")
+            for value in (("x",), 0.5, (None,))
+        ),
+        (DomainWeights, {"domains": ("a",), "lambdas": ("x",)}, "lambdas must be a list of numbers, got"),
     ],
 )
 def test_values_out_of_range_are_refused(make, values, message):

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from knnstore.checks import convert_scalars
+from knnstore.checks import check_numbers, convert_floats, convert_scalars
 from knnstore.datastore import record_ids
 from knnstore.errors import ConfigError
 from knnstore.lm.components.component import Citations, Form, Place, Question
@@ -71,8 +71,9 @@ class NGramSettings:
 
     def __post_init__(self) -> None:
         if self.by_length is not None:
-            object.__setattr__(self, "by_length", tuple(map(float, self.by_length)))
+            convert_floats(self, "by_length")
         convert_scalars(self, "order", "lam")
+        check_numbers(self, "lam")
         if type(self.order) is not int or not 2 <= self.order <= LONGEST_NGRAM:
             raise ConfigError(
                 f"n-grams of 2 to {LONGEST_NGRAM} tokens are counted, their order cannot be {self.order!r}"

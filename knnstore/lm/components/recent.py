@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from knnstore.checks import convert_scalars
+from knnstore.checks import check_numbers, convert_scalars
 from knnstore.datastore import Metric, pairwise
 from knnstore.errors import ConfigError
 from knnstore.lm.components.component import Citations, Form, Place, Question
@@ -68,6 +68,7 @@ class CacheSettings:
         if isinstance(self.ngrams, dict):  # as it is saved
             object.__setattr__(self, "ngrams", NGramSettings(**self.ngrams))
         convert_scalars(self, "size", "temperature", "lam")
+        check_numbers(self, "temperature", "lam")
         if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
             raise ConfigError(f"the cache's size must be an integer of at least 1, got {self.size!r}")
         if not (self.temperature >= LEAST_TEMPERATURE and math.isfinite(self.temperature)):

@@ -7,6 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from knnstore.checks import convert_floats
 from knnstore.errors import ConfigError
 from knnstore.lm.mixing.mixer import Chosen, Evidence, SimpleMixer
 from knnstore.lm.transfers import upload_floats
@@ -39,8 +40,8 @@ class BinnedLambda(SimpleMixer):
     needs_nearest_only = True
 
     def __post_init__(self) -> None:
-        for field in ("distance_edges", "lambdas", "temperature_factors", "confidence_edges"):
-            object.__setattr__(self, field, tuple(map(float, getattr(self, field))))  # JSON has lists
+        # JSON has lists.
+        convert_floats(self, "distance_edges", "lambdas", "temperature_factors", "confidence_edges")
         for edges in (self.distance_edges, self.confidence_edges):
             if not all(map(math.isfinite, edges)) or any(low >= high for low, high in pairwise(edges)):
                 raise ConfigError(f"edges of bins must be finite and ascending, got {edges}")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from knnstore.checks import convert_floats
 from knnstore.errors import ConfigError
 from knnstore.lm.mixing.mixer import Evidence, Weighed
 from knnstore.lm.transfers import upload
@@ -35,8 +36,7 @@ class DomainWeights:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "domains", tuple(self.domains))  # JSON has lists
-        for field in ("lambdas", "temperature_factors"):
-            object.__setattr__(self, field, tuple(map(float, getattr(self, field))))
+        convert_floats(self, "lambdas", "temperature_factors")
         count = len(set(self.domains))
         if not (count == len(self.domains) == len(self.lambdas) > 0):
             raise ConfigError("weights of domains need each domain once, and a lambda for each")

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from knnstore.checks import convert_scalars
+from knnstore.checks import check_numbers, convert_scalars
 from knnstore.datastore import Ids
 from knnstore.errors import ConfigError
 from knnstore.lm.mixing.interpolation import PerQuery
@@ -265,6 +265,7 @@ class FixedLambda(SimpleMixer):
 
     def __post_init__(self) -> None:
         convert_scalars(self, "lam")
+        check_numbers(self, "lam")
         if not 0 <= self.lam <= 1:
             raise ConfigError(f"lambda must be between 0 and 1, got {self.lam}")
 

@@ -23,7 +23,13 @@ from knnstore.lm.model.text_layer import (
     get_cached_length,
     get_cached_texts,
 )
-from knnstore.lm.reading import CACHE_NAMES, DelayedCheck, check_tokens, get_cache_argument_name
+from knnstore.lm.reading import (
+    CACHE_NAMES,
+    DelayedCheck,
+    check_tensors,
+    check_tokens,
+    get_cache_argument_name,
+)
 from knnstore.lm.settings import KNNSettings, Purpose
 from knnstore.lm.text_state import TextState
 
@@ -80,12 +86,15 @@ class StoreGeneration(GenerationMixin):
 
         Raises:
             ConfigError: a mode of `generate` does not work with a store.
-            InputError: the prompt has a token that the model does not have.
+            InputError: the prompt has a token that the model does not have; or tokens or a mask are not
+                tensors.
         """
         _refuse_unsupported_modes(self, kwargs)
         kwargs = _rename_cache_option(kwargs)
         prompt = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
-        if isinstance(prompt, Tensor) and not prompt.is_floating_point():
+        names = (self.text_argument, "attention_mask", self.text_mask_argument)
+        check_tensors(**{name: kwargs.get(name) for name in names}, inputs=prompt)
+        if prompt is not None and not prompt.is_floating_point():
             check_tokens(prompt.flatten().cpu().numpy(), self.key_encoder.vocabulary, self.tokenizer)
         knn = self.resolve_settings(knn, Purpose.GENERATION)
         if draft:

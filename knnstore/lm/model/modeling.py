@@ -45,6 +45,7 @@ from knnstore.lm.reading import (
     as_cache_argument,
     check_logits,
     check_matches,
+    check_tensors,
     check_tokens,
     decoder_prefix_of,
     find_cache,
@@ -523,10 +524,12 @@ class KNNLMForCausalLM(KNNLM):  # type: ignore[no-untyped-call]
         Raises:
             ModelOutputError: logits of the base model are NaN or infinite, and the model is not in training
                 mode.
-            InputError: a token is not in the vocabulary of the model.
+            InputError: a token is not in the vocabulary of the model; or tokens, embeddings or labels are not
+                tensors.
             ConfigError: the settings need the earlier text, and it is not known; or the number of settings
                 does not match the rows.
         """
+        check_tensors(input_ids=input_ids, inputs_embeds=inputs_embeds, labels=labels)
         inputs = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
@@ -627,10 +630,18 @@ class KNNLMForSeq2SeqLM(KNNLM):  # type: ignore[no-untyped-call]
         Raises:
             ModelOutputError: logits of the base model are NaN or infinite, and the model is not in training
                 mode.
-            InputError: a token is not in the vocabulary of the model.
+            InputError: a token is not in the vocabulary of the model; or tokens, embeddings or labels are not
+                tensors.
             ConfigError: the settings need the earlier text, and it is not known; the number of settings does
                 not match the rows; or there is no input of the decoder, and no labels.
         """
+        check_tensors(
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            decoder_input_ids=decoder_input_ids,
+            decoder_inputs_embeds=decoder_inputs_embeds,
+            labels=labels,
+        )
         if decoder_input_ids is None and decoder_inputs_embeds is None:
             if labels is None:
                 raise ConfigError("the texts are missing: give decoder_input_ids, their embeddings or labels")

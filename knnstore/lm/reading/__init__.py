@@ -42,6 +42,7 @@ from knnstore.lm.reading.new_documents import NewDocuments
 from knnstore.lm.reading.reader import (
     DocumentTokenizer,
     TextReader,
+    check_tensors,
     check_tokens,
     in_chunks,
     tokenized,
@@ -95,6 +96,7 @@ __all__ = [
     "check_logits",
     "check_matches",
     "check_runs",
+    "check_tensors",
     "check_tokenizer",
     "check_tokens",
     "choose_window",

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from knnstore.documents import FIELDS, PAIR_FIELDS, Fields, OnBad, Origin, TextDocument, documents_of
@@ -337,6 +338,23 @@ def check_tokens(
     raise InputError(
         f"token {token}{text} at position {position} is not among the model's {vocabulary:,} tokens{advice}"
     )
+
+
+def check_tensors(**values: Any) -> None:
+    """Check that arguments of a model are tensors or None.
+
+    Args:
+        **values: the arguments, by name.
+
+    Raises:
+        InputError: an argument is something else, for example a list or an array of numpy.
+    """
+    for name, value in values.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise InputError(
+                f"{name} is {type(value).__name__}, not a tensor of torch: convert it with torch.tensor, or "
+                'tokenize with return_tensors="pt"'
+            )
 
 
 def in_chunks(documents: Iterable[TextDocument]) -> Iterator[list[TextDocument]]:

@@ -6,7 +6,7 @@ from dataclasses import InitVar, dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
 
-from knnstore.checks import convert_scalars
+from knnstore.checks import check_numbers, convert_scalars
 from knnstore.errors import ConfigError
 from knnstore.lm.components import KEYS, CacheSettings, NGramSettings, check_others, other_components
 from knnstore.lm.mixing import LEAST_TEMPERATURE, FixedLambda, GateLambda, JointGate, Mixer
@@ -109,6 +109,7 @@ class KNNSettings:
             unset.discard("mixer")
         # 2) Check the values.
         convert_scalars(self, "k", "probes", "temperature")
+        check_numbers(self, "temperature")
         if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
             raise ConfigError(f"k must be an integer of at least 1, got {self.k!r}")
         if self.probes is not None and not (type(self.probes) is int and self.probes >= 1):

@@ -21,6 +21,7 @@ from knnstore.server.engine.rows import (
     TokenScore,
     TopToken,
     add_prompt_texts,
+    find_stop_strings,
     make_token_score,
 )
 from knnstore.server.engine.tickets import (
@@ -52,5 +53,6 @@ __all__ = [
     "TopToken",
     "Turns",
     "add_prompt_texts",
+    "find_stop_strings",
     "make_token_score",
 ]

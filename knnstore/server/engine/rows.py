@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from knnstore.errors import ConfigError
 from knnstore.lm import Detokenizer, Likelihoods, TokenPiece, TokenTexts
 
 Finish = Literal["stop", "length"]
@@ -538,3 +539,28 @@ def find_end_tokens(config: Any, tokenizer: Any) -> frozenset[int]:
     eos = config.eos_token_id
     listed = eos if isinstance(eos, list) else [eos]
     return frozenset(token for token in (*listed, tokenizer.eos_token_id) if token is not None)
+
+
+def find_stop_strings(config: Any) -> tuple[str, ...]:
+    """Return the stop strings of a model's generation configuration; empty if it has none.
+
+    Args:
+        config: the generation configuration of the model; its `stop_strings` is a string, a list of strings,
+            or None.
+
+    Raises:
+        ConfigError: a stop string is empty or not a string; or `max_time` is set, which the server does not
+            support.
+    """
+    if config.max_time is not None:
+        raise ConfigError(
+            f"this model cannot be served: its generation configuration has max_time {config.max_time}, and "
+            "the server ends no text after a time: remove max_time from generation_config.json"
+        )
+    stops = [config.stop_strings] if isinstance(config.stop_strings, str) else list(config.stop_strings or ())
+    if not all(isinstance(stop, str) and stop for stop in stops):
+        raise ConfigError(
+            f"this model cannot be served: stop_strings of its generation configuration are {stops!r}, but "
+            "each must be a string that is not empty: correct generation_config.json"
+        )
+    return tuple(stops)
