@@ -2,13 +2,13 @@
 
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from knnstore.catalog import Catalog, Engine
 from knnstore.datastore import Datastore
-from knnstore.errors import ConfigError, CorruptDatastoreError, DatastoreError
+from knnstore.errors import ConfigError, CorruptDatastoreError, DatastoreError, KnnstoreError
 from knnstore.store.home import Home, KeyOwner, Owner, Place
 from knnstore.store.view import View
 
@@ -68,7 +68,7 @@ class Current:
         with self._view_lock:
             if self._view is None or self._catalog.revision() != self._view.snapshot.revision:
                 while (snapshot := self._catalog.snapshot()).engine != self.engine:
-                    self.engine, self.datastore = self._open_current_engine()  # moved by another process
+                    self._follow_move()
                 self._view = View(snapshot, self.datastore, self._catalog)
             return self._view
 
@@ -139,6 +139,19 @@ class Current:
         if self._mode == "a":
             self._catalog.take_in_log()
         self.datastore.close()
+
+    def _follow_move(self) -> None:
+        """Replace the datastore by that of the engine that the catalog names now.
+
+        Another process has moved the keys, or this process has, and the database's answer was lost. A store
+        that is open for writing closes the old datastore, so that its lock is released and its keys can be
+        erased. Other threads may still read from the old datastore of a store that is open for reading.
+        """
+        old = self.datastore
+        self.engine, self.datastore = self._open_current_engine()
+        if self._mode == "a":
+            with suppress(KnnstoreError):  # what is durable has moved already
+                old.close()
 
     def _open_current_engine(self) -> tuple[Engine, Datastore]:
         """Open the datastore that the catalog names, set `owned`, and return the engine and the datastore.

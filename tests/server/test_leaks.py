@@ -108,7 +108,8 @@ def pairs(inside, model_path, tmp_path_factory) -> list[Pair]:
     for number, (rights, domains) in enumerate(KEYS):
         alone = server(f"alone{number}", [one for one in DOMAINS if one in domains])
         keys = (one.key(*rights, domains=domains) for one in (whole, alone))
-        found.append(Pair(whole, next(keys), alone, next(keys), "write" in rights))
+        writes = bool({"write", "admin"} & {*rights})
+        found.append(Pair(whole, next(keys), alone, next(keys), writes))
     return found
 
 

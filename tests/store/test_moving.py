@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from knnstore import Progress
+from knnstore import Progress, failpoints
 from knnstore.datastore import Capabilities, Metric, registry
 from knnstore.errors import ConfigError, DatastoreError, DatastoreExistsError, StoreUnavailableError
 from knnstore.store import KNNStore
+from knnstore.store.relocation import Moved, relocating
 from knnstore.store.relocation import copying as transfer
-from knnstore.store.relocation import relocating
 
 STRANGER = Path(__file__).parents[1] / "datastore" / "stranger"
 
@@ -180,6 +180,37 @@ def test_a_move_that_could_not_be_noted_can_be_tried_again(store, writer, home: 
     assert caught.value.__traceback__  # whoever keeps the error does not keep the lock
     registry.load("faiss").erase(home / "a")
     assert store.move("faiss", "a").left is None
+    assert store.verify() == []
+
+
+@pytest.mark.parametrize(
+    ("goes_on", "location"),
+    [
+        pytest.param(lambda store: store.move("faiss", "other"), "other", id="same move"),
+        pytest.param(lambda store: store.move("faiss", "third"), "third", id="other move"),
+        pytest.param(lambda store: store.abandon_move(), "other", id="abandon"),
+        pytest.param(lambda store: store.erase(), "other", id="erase"),
+    ],
+)
+def test_after_a_switch_whose_answer_was_lost_the_same_store_goes_on(
+    store, writer, home: Path, goes_on: Callable[[KNNStore], object], location: str
+) -> None:
+    writer.add("law", "1")
+    records = store.datastore.count()
+    failpoints.arm("move.switched=eio")
+    try:
+        with pytest.raises(OSError, match=r"move\.switched"):
+            store.move("faiss", "other")
+    finally:
+        failpoints.arm(None)
+    moved = goes_on(store)
+    if isinstance(moved, Moved):
+        assert (moved.after.location, moved.records, moved.left) == (location, records, None)
+        assert moved.before.location == ("keys" if location == "other" else "other")
+    if moved is not None:
+        assert not (home / "keys" / "segments").exists()
+        assert not (home / "move.json").exists()
+    assert store.info()["location"] == location
     assert store.verify() == []
 
 

@@ -69,7 +69,7 @@ class Moved:
     """Duration of the call in seconds."""
     recall: float | None
     """Share of the true nearest neighbors of some stored keys that the new engine finds, 0 to 1; 1 for an
-    engine with exact search, None if there are no records."""
+    engine with exact search, None if there are no records or an earlier call has copied them and switched."""
     neighbors: int
     """Number of neighbors of each sampled key from which the recall was computed."""
     codes: str | None
@@ -277,7 +277,8 @@ class Relocation:
     def move(self, writer: CatalogWriter, target: Engine, progress: Progress) -> Moved:
         """Move the keys to another engine: copy all records, switch to the copy, and erase the old keys.
 
-        An interrupted move to the same target is continued. The copy of another unfinished move is erased.
+        An interrupted move to the same target is continued. If it has switched, but its caller was told that
+        the database failed, only the old keys are erased. The copy of another unfinished move is erased.
 
         Args:
             writer: writer of the catalog.
@@ -294,8 +295,12 @@ class Relocation:
             _check_has_keys(engine)
         target = replace(target, params=_normalize_params(target.params))
         self._current.view()  # follows a move whose answer was lost
-        before = self._current.engine
-        transferred = self._copy_and_switch(writer, target, progress)
+        before, plan = self._current.engine, self._read_plan()
+        if plan is not None and plan.target == target == before:  # the copy was compared before the switch
+            before, copy = plan.source, self._current.datastore
+            transferred = Transferred(copy.count(), 0, None, 0, copy.capabilities.codes)
+        else:
+            transferred = self._copy_and_switch(writer, target, progress)
         reason_left = self.finish()
         return Moved(
             before, target, seconds=time.perf_counter() - started, left=reason_left, **transferred._asdict()
