@@ -105,7 +105,7 @@ def main() -> None:
             weights = compute_neighbor_weights(torch.from_numpy(found.distances), 20.0)
             neighbors = torch.from_numpy(tokens_of(found.ids))
             mixture = Mixture([Contribution(weights, torch.full((len(weights),), 0.5), neighbors)])
-            mixture.gold(log_probs, torch.from_numpy(batch.gold))
+            mixture.target_log_probs(log_probs, torch.from_numpy(batch.gold))
             mixed = time.perf_counter()
             for name, seconds in zip(
                 parts, (modeled - started, searched - modeled, mixed - searched), strict=True

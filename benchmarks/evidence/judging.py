@@ -85,7 +85,7 @@ def judge(
                         counted[order, gate is not None] = of_ngrams
                     of_ngrams = counted[order, gate is not None]
                     evidence = replace(evidence, found={**of_ngrams.found, **evidence.found})
-                found = mixture_of(settings, evidence).likelihoods(lm_log_probs, targets[rows], 1)
+                found = mixture_of(settings, evidence).score_targets(lm_log_probs, targets[rows], 1)
                 parts[name].append(found.gold.numpy())
                 parts[right_of(name)].append((found.tokens[:, 0] == targets[rows]).numpy())
     joined = TokenPlaces(*(np.concatenate(column) for column in zip(*places, strict=True)))

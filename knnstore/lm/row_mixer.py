@@ -94,7 +94,7 @@ class RowMixer:
             mixed[torch.from_numpy(at)] = self._mix_alike(rows.select(at), each[members[0]]).float()
         return mixed
 
-    def likelihoods(self, rows: Rows, targets: Tensor, settings: KNNSettings, count: int) -> Likelihoods:
+    def score_targets(self, rows: Rows, targets: Tensor, settings: KNNSettings, count: int) -> Likelihoods:
         """Compute the mixture's log-probabilities of the target tokens and of the most probable tokens.
 
         Args:
@@ -112,7 +112,7 @@ class RowMixer:
             return Likelihoods.of(lm.log_probs, targets, count)
         batch = _batch(rows, lm, settings, targets)
         mixture = mixture_of(settings, look_up(self._store, settings, batch, Form.DISTRIBUTION))
-        return mixture.likelihoods(lm.log_probs, targets, count)
+        return mixture.score_targets(lm.log_probs, targets, count)
 
     def _mix_alike(self, rows: Rows, settings: KNNSettings) -> Tensor:
         """Mix predictions from the store into the logits of rows that all have the same settings.

@@ -78,7 +78,7 @@ def test_mixture_is_the_definition(case):
     np.testing.assert_allclose(mixed.numpy()[clear], expected[clear], rtol=1e-5, atol=1e-4)
     # The gold-token path gives the same number for every token without a row over the vocabulary.
     for token in range(lm.shape[1]):
-        one = found.gold(lm[:, token], torch.full((len(lm),), token))
+        one = found.target_log_probs(lm[:, token], torch.full((len(lm),), token))
         rows = clear[:, token]
         torch.testing.assert_close(one[rows], mixed[rows, token], rtol=1e-5, atol=1e-5)
         # What is left of the digits of the least floats.
@@ -93,7 +93,7 @@ def test_rows_without_neighbors_and_lambda_zero_keep_the_model_exactly():
     tokens[0, 0] = 5
     found = mixture(distances, 1.0, tokens, torch.tensor([0.0, 0.7, 1.0]))
     assert torch.equal(found.distribution(ModelDistribution(lm)), ModelDistribution(lm).log_probs)
-    assert torch.equal(found.gold(lm[:, 5], torch.full((3,), 5)), lm[:, 5])
+    assert torch.equal(found.target_log_probs(lm[:, 5], torch.full((3,), 5)), lm[:, 5])
 
 
 def test_lambda_one_is_retrieval_alone():
@@ -179,5 +179,5 @@ def test_weights_that_sum_to_more_than_one_by_rounding_leave_nothing_to_the_mode
     mixed = found.distribution(ModelDistribution(model))
     expected = torch.tensor([0.25] * 4 + [0.0]).expand(4096, -1)
     torch.testing.assert_close(mixed.exp(), expected, atol=1e-6, rtol=0)
-    gold = found.gold(model[:, 4], torch.full((4096,), 4)).exp()
+    gold = found.target_log_probs(model[:, 4], torch.full((4096,), 4)).exp()
     torch.testing.assert_close(gold, expected[:, 4], atol=1e-6, rtol=0)

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import knnstore
 from knnstore import KNNSettings, Selection
-from knnstore.lm import CacheSettings, Drafts, NGramSettings, likelihoods
+from knnstore.lm import CacheSettings, Drafts, NGramSettings, score_targets
 from knnstore.lm.reading import allows_gaps
 from knnstore.server.engine import (
     Engine,
@@ -430,7 +430,7 @@ def test_a_prompt_read_in_parts_is_that_read_at_once(lm, knn):
 
     def go_on(reading, most):
         part, came = reading.read_chunk(SETTINGS[knn], most)
-        reading.scores += likelihoods(lm, [part], [came], SETTINGS[knn], 3)
+        reading.scores += score_targets(lm, [part], [came], SETTINGS[knn], 3)
         return len(came)
 
     assert go_on(whole, 1000) == 59

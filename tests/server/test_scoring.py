@@ -11,8 +11,8 @@ from knnstore.lm import (
     DomainWeights,
     NGramSettings,
     TextState,
-    likelihoods,
     read_part,
+    score_targets,
 )
 from knnstore.lm.mixing import interpolation
 from tests.lm.scored import AllNeighborsLambda
@@ -47,7 +47,7 @@ def test_is_what_the_distribution_says(lm, name, monkeypatch):
     texts[0][0, 10:20] = torch.tensor(lm.reader.tokens("The council voted to repair the harbour wall")[:10])
     parts = [read_part(lm, text, DynamicCache(), TextState(), settings) for text in texts]
     gold = [torch.randint(0, 290, (text.shape[1],), generator=draw) for text in texts]
-    found = likelihoods(lm, parts, gold, settings, 3)
+    found = score_targets(lm, parts, gold, settings, 3)
     assert len(found) == len(texts)
     for text, came, scores in zip(texts, gold, found, strict=True):
         with torch.inference_mode():

@@ -215,13 +215,13 @@ def test_texts_that_search_for_much_hold_up_no_others(server, observed):
 
 def test_prompts_scored_with_several_settings_share_one_turn(server, observed, monkeypatch):
     scored: list[int] = []
-    likelihoods = admission.likelihoods
+    score_targets = admission.score_targets
 
     def record(lm, parts, came, *rest):
         scored.append(sum(map(len, came)))
-        return likelihoods(lm, parts, came, *rest)
+        return score_targets(lm, parts, came, *rest)
 
-    monkeypatch.setattr(admission, "likelihoods", record)
+    monkeypatch.setattr(admission, "score_targets", record)
     monkeypatch.setattr(admission, "_SHORT_SECONDS", 0.0)  # however fast it is, no turn becomes longer
     observe = server.serving.engine._observe
     server.serving.engine._observe = lambda turn: (scored.append(0), observe(turn))

@@ -300,10 +300,12 @@ class Manifest:
             outer = json.loads(read_file(path))
             content = outer["content"]
             intact = _hash_text(_render_canonical(content)) == outer["sha256"]
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             if (root / "segments").exists():
                 raise CorruptDatastoreError(f"{path} is missing: restore it from a backup") from None
-            raise DatastoreNotFoundError(f"no datastore at {root}") from None
+            raise DatastoreNotFoundError(
+                f"no datastore at {root}: check the path, or restore the folder from a backup"
+            ) from None
         except (NoFileError, ValueError, KeyError, TypeError, RecursionError):
             intact = False
         if not intact:

@@ -217,7 +217,7 @@ class ScoredText:
         for chunk in self.chunks_for(settings, tokens):
             evidence, targets = self.evidence_for(settings, chunk), self.targets_for(chunk)
             mixture = mixture_of(settings, evidence)
-            parts.append((mixture.gold(self.lm_log_probs[chunk], targets), mixture.lam))
+            parts.append((mixture.target_log_probs(self.lm_log_probs[chunk], targets), mixture.lam))
         return Mixed(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
 

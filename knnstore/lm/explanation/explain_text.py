@@ -210,7 +210,7 @@ def _explain_scored_tokens(
         mixture = mixture_of(settings, evidence)
         p_knn = mixture.knn_probs(targets).tolist()
         lm_log_probs = read.lm_log_probs
-        p, p_lm = mixture.gold(lm_log_probs, targets).exp(), lm_log_probs.exp().tolist()
+        p, p_lm = mixture.target_log_probs(lm_log_probs, targets).exp(), lm_log_probs.exp().tolist()
         component_probs = [component.probs(targets) for component in mixture.components]
         # 2) Find the places that the predictions come from, and the documents that contain them.
         contexts = whole.at_positions(np.zeros(len(rows), np.int64), read.positions)

@@ -901,6 +901,7 @@ def _ending_failed(update_from_output: Any) -> Any:
                 if output.finish_reason is not None and output.request_id in marked:
                     marked.discard(output.request_id)
                     output.stop_reason = FELL_BACK
+            marked &= self.requests.keys()  # a request that a client has aborted has no final output
         return outputs
 
     return update_and_end_failed

@@ -334,19 +334,19 @@ class Mixture:
         ]
         return torch.stack(parts).sum(0)
 
-    def gold(self, lm_log_probs: Tensor, gold: Tensor) -> Tensor:
+    def target_log_probs(self, lm_log_probs: Tensor, targets: Tensor) -> Tensor:
         """Compute the log-probability of one given token at each position in the mixture.
 
         Args:
-            lm_log_probs: log p_LM of the token, float32, shape (n,).
-            gold: the token, int64, shape (n,).
+            lm_log_probs: log p_LM of the target tokens, float32, shape (n,).
+            targets: the target token of each position, int64, shape (n,).
 
         Returns:
-            log p of the token, float32, shape (n,); exactly `lm_log_probs` where the weight λ of all
+            log p of the target tokens, float32, shape (n,); exactly `lm_log_probs` where the weight λ of all
             components is 0.
         """
         mixed_in = sum(
-            share * one.probs(gold) for share, one in zip(self.shares, self.components, strict=True)
+            share * one.probs(targets) for share, one in zip(self.shares, self.components, strict=True)
         )
         return _mix_log_probs(lm_log_probs, torch.as_tensor(mixed_in), self.lam)
 
@@ -377,7 +377,7 @@ class Mixture:
         mixed_in = self._add_component_probs(torch.zeros_like(below))
         return (mixed_in + below).log().where(mixed_in > 0, lm.log_probs + left.log()[:, None])
 
-    def likelihoods(self, lm_log_probs: Tensor, gold: Tensor, count: int) -> Likelihoods:
+    def score_targets(self, lm_log_probs: Tensor, targets: Tensor, count: int) -> Likelihoods:
         """Compute the mixture's log-probabilities of one given token and of the most probable tokens.
 
         The values equal the values of `distribution`, but the log-probabilities of all other tokens are not
@@ -385,14 +385,14 @@ class Mixture:
 
         Args:
             lm_log_probs: log p_LM of every token, float32, shape (n, v).
-            gold: the target token of each position, int64, shape (n,).
+            targets: the target token of each position, int64, shape (n,).
             count: number of most probable tokens, 0 to v.
         """
         values = _VALUES_CPU if lm_log_probs.device.type == "cpu" else _VALUES
         step, parts = max(1, values // lm_log_probs.shape[1]), []
-        for start in range(0, max(1, len(gold)), step):
+        for start in range(0, max(1, len(targets)), step):
             at = slice(start, start + step)
-            below, lam, asked = lm_log_probs[at], self.lam[at, None], gold[at, None]
+            below, lam, asked = lm_log_probs[at], self.lam[at, None], targets[at, None]
             mixed_in = self._add_component_probs(torch.zeros_like(below), at)
             if count:
                 probs = compute_exp(below).mul_(1 - lam).add_(mixed_in)

@@ -4,7 +4,7 @@ from knnstore.lm.model.keyless import KeylessText
 from knnstore.lm.model.modeling import KNNLM, KNNLMForCausalLM, KNNLMForSeq2SeqLM, choose_model_class
 from knnstore.lm.model.opening import create, load
 from knnstore.lm.model.passes import ForwardPass
-from knnstore.lm.model.prefill import following, likelihoods, read_part
+from knnstore.lm.model.prefill import predict_next, read_part, score_targets
 from knnstore.lm.model.registering import register_models
 from knnstore.lm.model.text_layer import TextStateLayer
 from knnstore.lm.model.translation import TranslationScores
@@ -19,10 +19,10 @@ __all__ = [
     "TranslationScores",
     "choose_model_class",
     "create",
-    "following",
-    "likelihoods",
     "load",
+    "predict_next",
     "read_part",
+    "score_targets",
 ]
 
 register_models(KNNLMForCausalLM, KNNLMForSeq2SeqLM)

@@ -53,7 +53,7 @@ class LogitMixer:
         mixed: Tensor = self._rows.mix(rows, each)
         return read.logits if mixed is logits else mixed.reshape(read.logits.shape)
 
-    def likelihoods(
+    def score_targets(
         self, parts: Sequence[ForwardPass], targets: Tensor, settings: KNNSettings, count: int
     ) -> Likelihoods:
         """Compute the mixture's log-probabilities of the target tokens and of the most probable tokens.
@@ -74,7 +74,7 @@ class LogitMixer:
             torch.cat([part.keys[0] for part in parts]),
             Contexts.joined(known) if len(known) == len(parts) else None,
         )
-        return self._rows.likelihoods(rows, targets, settings, count)
+        return self._rows.score_targets(rows, targets, settings, count)
 
 
 def _get_contexts(read: ForwardPass) -> Contexts | None:

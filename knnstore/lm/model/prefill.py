@@ -1,4 +1,4 @@
-"""Prefilling and scoring of existing texts, in chunks (`read_part`, `following`, `likelihoods`)."""
+"""Prefilling and scoring of existing texts, in chunks (`read_part`, `predict_next`, `score_targets`)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -57,7 +57,7 @@ def read_part(
         return ForwardPass(output.logits, keys, None, batch, logits_to_keep, lm.prefix_for([knn]))
 
 
-def following(lm: KNNLM, part: ForwardPass, knn: KNNSettings) -> Tensor:
+def predict_next(lm: KNNLM, part: ForwardPass, knn: KNNSettings) -> Tensor:
     """Predict the token after a chunk of a text, with retrieval from the store.
 
     Args:
@@ -74,7 +74,7 @@ def following(lm: KNNLM, part: ForwardPass, knn: KNNSettings) -> Tensor:
     return mixed[0, -1].float().log_softmax(-1)
 
 
-def likelihoods(
+def score_targets(
     lm: KNNLM, parts: Sequence[ForwardPass], gold: Sequence[Tensor], knn: KNNSettings, count: int
 ) -> list[Likelihoods]:
     """Compute log-probabilities of the target tokens and of the most probable tokens, for several chunks.
@@ -92,7 +92,7 @@ def likelihoods(
         The likelihoods of each chunk, in the order of `parts`, on the CPU.
     """
     with torch.inference_mode():
-        joined = lm._mixer.likelihoods(parts, torch.cat([*gold]), lm.resolve_settings(knn), count)
+        joined = lm._mixer.score_targets(parts, torch.cat([*gold]), lm.resolve_settings(knn), count)
     lengths = [len(tokens) for tokens in gold]
     columns = (torch.split(column.cpu(), lengths) for column in joined)
     return [Likelihoods(*columns_of_chunk) for columns_of_chunk in zip(*columns, strict=True)]

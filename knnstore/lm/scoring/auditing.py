@@ -238,7 +238,7 @@ def _score_texts(lm: ReadingModel, texts: Texts, settings: KNNSettings) -> list[
     """
     log_probs = [dict[int, tuple[float, float]]() for _ in texts]
     for scores in score_texts(lm.store, lm.reader, texts, settings):
-        mixed = mixture_of(settings, scores.evidence).gold(scores.lm_log_probs, scores.targets)
+        mixed = mixture_of(settings, scores.evidence).target_log_probs(scores.lm_log_probs, scores.targets)
         columns = scores.documents, scores.positions, scores.lm_log_probs, mixed
         rows = zip(*(column.tolist() for column in columns), strict=True)
         for document, position, base, log_prob in rows:

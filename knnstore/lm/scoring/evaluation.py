@@ -178,7 +178,7 @@ def evaluate(
     for scores in score_held_out(store, reader, listed, settings, left_out=left_out, progress=progress):
         evidence, gold, lm_log_probs = scores.evidence, scores.targets, scores.lm_log_probs
         mixtures = {name: mixture_of(variant, evidence) for name, variant in variants.items()}
-        log_probs = {name: mixture.gold(lm_log_probs, gold) for name, mixture in mixtures.items()}
+        log_probs = {name: mixture.target_log_probs(lm_log_probs, gold) for name, mixture in mixtures.items()}
         log_probs["base"] = lm_log_probs
         mixture = mixtures["knn"]
         knn_probs = mixture.knn_probs(gold)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from knnstore.lm import KNNLM, ForwardPass, KNNSettings, Purpose, likelihoods
+from knnstore.lm import KNNLM, ForwardPass, KNNSettings, Purpose, score_targets
 from knnstore.server.engine.pairs import PairPrefill, read_sources_together
 from knnstore.server.engine.prompts import Prefill, PromptState, prefill_together
 from knnstore.server.engine.rows import Task
@@ -432,7 +432,7 @@ class Admission:
         began = time.perf_counter()
         try:
             targets = [chunk.targets for chunk in chunks]
-            likelihoods_of_chunks = likelihoods(
+            likelihoods_of_chunks = score_targets(
                 self._lm, [chunk.forward_pass for chunk in chunks], targets, settings, count
             )
         except Exception as error:

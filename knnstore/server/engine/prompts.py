@@ -23,7 +23,7 @@ from knnstore.lm import (
     Purpose,
     TextState,
     TextStateLayer,
-    following,
+    predict_next,
     read_part,
 )
 
@@ -130,7 +130,7 @@ class Prefill:
             self._lm, self._tokens[:, :end], cache, self._text, settings, logits_to_keep=logits_to_keep
         )
         if end == self._length and self._is_continued:
-            self._next = following(self._lm, forward_pass, generating)
+            self._next = predict_next(self._lm, forward_pass, generating)
         targets = pad(self._tokens[0, self._read + 1 : end + 1], (0, 1))[: end - self._read]
         self._layers, self._read = extract_layers(cache), end
         return forward_pass, targets
