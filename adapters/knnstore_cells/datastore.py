@@ -64,7 +64,7 @@ class CellsDatastore(EmbeddedDatastore):
     @classmethod
     def _choose_coding(cls, policy: Policy, dim: int) -> Coding | None:
         """Return how the policy compresses the keys of large groups to codes; None if it does not."""
-        return policy.coding_for(dim)
+        return policy.choose_coding(dim)
 
     @classmethod
     def record_size(cls, dim: int, **params: Any) -> int:
@@ -74,7 +74,7 @@ class CellsDatastore(EmbeddedDatastore):
             dim: number of components of a key.
             **params: parameters of the adapter; `codes` decides the size of a key.
         """
-        coding = Policy.from_params(params).coding_for(dim)
+        coding = Policy.from_params(params).choose_coding(dim)
         key = code_size(coding.kind, dim) if coding else 2 * dim
         return key + 8 + 2 + dim // _RECORDS_PER_CENTER + 8
 
@@ -85,7 +85,7 @@ class CellsDatastore(EmbeddedDatastore):
         Keys are stored in half precision; in large groups they are compressed to codes, unless `codes` is
         ``none``.
         """
-        coding = self._policy.coding_for(self._dim)
+        coding = self._policy.choose_coding(self._dim)
         return Capabilities(
             exact_search=False,
             exact_keys=False,
@@ -204,7 +204,7 @@ class CellsDatastore(EmbeddedDatastore):
 
     def _is_indexed(self, group_rows: int) -> bool:
         """Return True if a group with this number of records has more than one cell."""
-        return self._policy.cells_for(group_rows) > 1
+        return self._policy.choose_cell_count(group_rows) > 1
 
     def _index_parameters(self, rows: int, group_rows: int) -> dict[str, Any] | None:
         """Return ``{"centers": NUMBER_OF_CELLS}``; None if the segment needs no index.
@@ -213,7 +213,7 @@ class CellsDatastore(EmbeddedDatastore):
         """
         if not self._policy.has_index(rows, group_rows):
             return None
-        return {"centers": self._policy.cells_for(group_rows)}
+        return {"centers": self._policy.choose_cell_count(group_rows)}
 
     def _build_index(self, segment: Segment, parameters: dict[str, Any], path: Path) -> None:
         """Assign the records of a segment to cells, and write the assignment (the index) to a file."""

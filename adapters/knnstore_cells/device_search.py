@@ -189,7 +189,7 @@ def _load_kernels(device: torch.device) -> Any:
     try:
         from knnstore_cells import kernels
 
-        if agree(kernels, device):
+        if verify_kernels(kernels, device):
             return kernels
         problem = "their results differ from those of torch"
     except Exception as error:  # of a compiler, a driver, or a version of Triton that is not known
@@ -198,7 +198,7 @@ def _load_kernels(device: torch.device) -> Any:
     return None
 
 
-def agree(kernels: Any, device: torch.device) -> bool:
+def verify_kernels(kernels: Any, device: torch.device) -> bool:
     """Check on a small example that the kernels compute what `measure_plainly` and `sum_plainly` compute.
 
     Args:

@@ -73,7 +73,7 @@ class Cells(NamedTuple):
     """Number of matching records of each cell, in descending order, shape (cells,)."""
 
     @classmethod
-    def of(cls, centers: Tensor, counts: NDArray[np.int64]) -> Self:
+    def select_nonempty(cls, centers: Tensor, counts: NDArray[np.int64]) -> Self:
         """Select the cells (clusters of near keys) of a group that have a matching record.
 
         Args:
@@ -284,7 +284,7 @@ class CellGroup:
         """
         counts, cached = self.count_matching(ids), self._with_records
         if cached is None or cached[0] is not counts:
-            cached = self._with_records = counts, Cells.of(self.centers, counts)
+            cached = self._with_records = counts, Cells.select_nonempty(self.centers, counts)
         return cached[1]
 
     def read_cell(self, number: int) -> Cell:
@@ -337,7 +337,7 @@ class CellGroup:
             for parts_of_cell, cell_ids, cell_codes in zip(cell_parts, ids, codes, strict=True):
                 parts_of_cell.append(CodedCell(cell_ids, cell_codes))
         empty = CodedCell(np.empty(0, np.int64), np.empty((0, file.codec.size), np.uint8))
-        return [CodedCell.joined(parts_of_cell or [empty]) for parts_of_cell in cell_parts]
+        return [CodedCell.concatenate(parts_of_cell or [empty]) for parts_of_cell in cell_parts]
 
     def visit_on_device(
         self, visitors: QueriesByCell, queries: Tensor, ids: IdRanges | None
@@ -423,7 +423,7 @@ class CellGroup:
         Returns:
             The centers, float32, shape (cells, dim).
         """
-        cell_count = self._policy.cells_for(self.rows)
+        cell_count = self._policy.choose_cell_count(self.rows)
         known_centers = [
             (segment.rows, cells.centers)
             for segment, cells in zip(segments, found_cells, strict=True)
@@ -520,7 +520,7 @@ class CellGroup:
             order of `numbers`, the row numbers of the cell's records in the segment.
         """
         for segment, cells, alive, _ in self._parts:
-            row_lists = cells.rows_in(numbers)
+            row_lists = cells.rows_of_cells(numbers)
             if alive is not None:
                 row_lists = [rows[alive[rows]] for rows in row_lists]
             if any(len(rows) for rows in row_lists):

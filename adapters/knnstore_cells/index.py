@@ -50,7 +50,7 @@ class SegmentCells:
         """All row numbers of the segment, sorted by cell, then by number, int32, shape (rows,)."""
         return np.argsort(self.owners, kind="stable").astype(np.int32)
 
-    def rows_in(self, cells: Sequence[int]) -> list[NDArray[np.int64]]:
+    def rows_of_cells(self, cells: Sequence[int]) -> list[NDArray[np.int64]]:
         """Return the row numbers of several cells (clusters of near keys): one array for each cell.
 
         The row numbers of a cell are ascending, int64, and include the rows of deleted records.

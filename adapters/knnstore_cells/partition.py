@@ -51,7 +51,7 @@ def fit_centers(segments: list[Segment], cells: int) -> Keys:
             keys[:: max(1, len(keys) // _MOST_SAMPLE)], _count_parts(cells), _ROUNDS, generator
         )
         owners = NearestCenter(parts)(keys)
-        shares = _divide_cells(torch.bincount(owners, minlength=len(parts)), cells)
+        shares = _divide_cells_proportionally(torch.bincount(owners, minlength=len(parts)), cells)
         centers = torch.cat(
             [
                 _fit_k_means(keys[owners == part], share, _ROUNDS, generator)
@@ -186,7 +186,7 @@ def _count_parts(cells: int) -> int:
     return 1 << (cells.bit_length() // 2)
 
 
-def _divide_cells(counts: Tensor, cells: int) -> list[int]:
+def _divide_cells_proportionally(counts: Tensor, cells: int) -> list[int]:
     """Divide cells (clusters of near keys) among parts in proportion to the parts' numbers of keys.
 
     Args:

@@ -43,7 +43,7 @@ class CodedCell(NamedTuple):
     """Codes (compressed keys), uint8, shape (r, size)."""
 
     @classmethod
-    def joined(cls, parts: Sequence[Self]) -> Self:
+    def concatenate(cls, parts: Sequence[Self]) -> Self:
         """Concatenate lists of records of one cell into one list, in the order of the lists.
 
         Args:
@@ -99,7 +99,7 @@ class _PreparedQueries(NamedTuple):
     """|query - middle|² of each query, shape (q,)."""
 
     @classmethod
-    def of(
+    def prepare(
         cls, queries: Keys, cells: NDArray[np.int64], middle: Keys, centers: Tensor, metric: Metric
     ) -> Self:
         """Compute the products of each query with the codec's centers, and its squared length.
@@ -191,7 +191,7 @@ class CodeScanner:
         Raises:
             InvalidVectorError: an inner product is not finite, because a query is too large.
         """
-        prepared = _PreparedQueries.of(queries, cells, self._middle, self._centers, self._metric)
+        prepared = _PreparedQueries.prepare(queries, cells, self._middle, self._centers, self._metric)
         with self._room.wait_to_grow():
             self._load_cells(prepared.cells, read)
             ids, distances = self._compute_distances(prepared)
@@ -216,7 +216,7 @@ class CodeScanner:
         Raises:
             InvalidVectorError: an inner product is not finite, because a query is too large.
         """
-        prepared = _PreparedQueries.of(queries, cells, self._middle, self._centers, self._metric)
+        prepared = _PreparedQueries.prepare(queries, cells, self._middle, self._centers, self._metric)
         queries_of_cell: dict[int, list[tuple[int, int]]] = {}
         # Queries with the same nearest cell stand together, so that cells without room are read less often.
         order = cells[:, 0].argsort(kind="stable").tolist()

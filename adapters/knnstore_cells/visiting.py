@@ -44,7 +44,7 @@ class CellSearch(CellGroup):
         total, cells = int(counts.sum()), int((counts > 0).sum())
         if total == 0 or not len(queries):
             return Neighbors.nothing(len(queries), k)
-        probes = cells if total <= max(_SMALL, 4 * k) else self._policy.probes_for(k, cells, total)
+        probes = cells if total <= max(_SMALL, 4 * k) else self._policy.choose_probe_count(k, cells, total)
         neighbors = self._search_cells(queries, k, ids, probes)
         short = np.flatnonzero(neighbors.ids[:, min(k, total) - 1] < 0)
         if len(short):  # the visited cells hold fewer than k matching records

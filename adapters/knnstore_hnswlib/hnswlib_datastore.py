@@ -156,7 +156,7 @@ class Members:
         """Number of nodes with at least one of these rows."""
         self._every_node_once = self.nodes == len(numbers) == len(first)
 
-    def nearest(self, nodes: NDArray[np.int64], distances: Distances, k: int) -> Neighbors:
+    def convert_nodes_to_neighbors(self, nodes: NDArray[np.int64], distances: Distances, k: int) -> Neighbors:
         """Convert the nodes that a graph search has found to the k nearest rows of the segment.
 
         A node without allowed rows is skipped, and a node with several rows gives all its rows.
@@ -397,7 +397,7 @@ class GraphIndex:
             return Neighbors.joined(halves, axis=0)
         if self._metric is Metric.IP:
             distances -= 1  # hnswlib's distance is 1 - qx
-        return matching.nearest(nodes.view(np.int64), distances, k)
+        return matching.convert_nodes_to_neighbors(nodes.view(np.int64), distances, k)
 
 
 def _compute_squared_norms(keys: Keys) -> Distances:

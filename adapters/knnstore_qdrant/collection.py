@@ -149,7 +149,7 @@ class Attempts:
             DatastoreError: the error is not temporary, so the call is not repeated.
         """
         deadline = time.monotonic() + seconds
-        for pause in pauses():
+        for pause in yield_retry_pauses():
             self._attempt.until = min(time.monotonic() + self._timeout, deadline)
             try:
                 return call()
@@ -219,7 +219,7 @@ class Attempts:
         return DatastoreError(f"{self.place} refuses the request: {line}")
 
 
-def pauses() -> Iterator[float]:
+def yield_retry_pauses() -> Iterator[float]:
     """Yield the length in seconds of each pause between two attempts of a call, without end.
 
     The pauses begin at .05 seconds and double up to 2 seconds. Each pause is shortened by a random amount of
@@ -420,7 +420,7 @@ class Collection:
             DatastoreError: the server reports that it cannot index.
         """
         self.resume_indexing()
-        for pause in pauses():
+        for pause in yield_retry_pauses():
             info = self.attempts.read(lambda: self.client.get_collection(self.name))
             if info.status == models.CollectionStatus.GREEN:
                 return

@@ -154,7 +154,7 @@ class QdrantDatastore:
     @classmethod
     def record_size(cls, dim: int, **params: Any) -> int:
         """Return an estimate of the bytes that a record takes on the server's disk."""
-        return Options.from_params(params).point_size(dim)
+        return Options.from_params(params).estimate_point_size(dim)
 
     @classmethod
     def owner(cls, location: str | Path, **params: Any) -> str | None:

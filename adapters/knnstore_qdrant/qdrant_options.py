@@ -97,7 +97,7 @@ class Options:
             )
         return options
 
-    def point_size(self, dim: int) -> int:
+    def estimate_point_size(self, dim: int) -> int:
         """Return an estimate of the bytes that a record takes on the server's disk.
 
         The estimate includes vector, codes (compressed keys), payload, links in the graph, and log entry.

@@ -358,7 +358,7 @@ def test_a_codec_is_read_when_its_file_is_gone(tmp_path: Path) -> None:
 )
 def test_from_how_many_keys_on_a_group_is_coded(dim: int, params: dict[str, int], expected: Coding) -> None:
     """As many as a codec is fitted to; 256 MiB of half precision may wait while text comes."""
-    assert Policy.from_params(params).coding_for(dim) == expected
+    assert Policy.from_params(params).choose_coding(dim) == expected
 
 
 def test_kinds_are_checked(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from knnstore_faiss import FaissDatastore
-from knnstore_faiss.faiss_datastore import nearest_rows as nearest_rows_by_faiss
+from knnstore_faiss.faiss_datastore import find_nearest_rows as nearest_rows_by_faiss
 from knnstore_hnswlib import HnswlibDatastore
 
 from knnstore.datastore import Datastore, IdRanges, Metric, distances, nearest_rows

@@ -8,7 +8,7 @@ import faiss
 import numpy as np
 import pytest
 from knnstore_faiss import FaissDatastore, faiss_datastore
-from knnstore_faiss.faiss_datastore import EXACT_UP_TO, SCALAR_UP_TO, Policy, new_index
+from knnstore_faiss.faiss_datastore import EXACT_UP_TO, SCALAR_UP_TO, Policy, create_empty_index
 
 from knnstore.datastore import Filter, IdRanges, Metric
 from knnstore.errors import ConfigError
@@ -201,7 +201,7 @@ def test_policy_by_size() -> None:
     ):
         assert policy.choose_factory(rows, group_rows, dim) == factory
     for dim in (1, 7, 300):
-        new_index(policy.choose_factory(10**7, 10**7, dim) or "", dim, Metric.L2)
+        create_empty_index(policy.choose_factory(10**7, 10**7, dim) or "", dim, Metric.L2)
 
 
 def test_optimize_again_builds_nothing(tmp_path: Path) -> None:

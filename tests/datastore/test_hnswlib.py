@@ -347,7 +347,9 @@ def test_members(data: st.DataObject) -> None:
     nodes = np.array([data.draw(st.permutations(sorted(set(first.tolist())))) for _ in range(2)])
     k = data.draw(st.integers(1, 40))
     members = Members(rows, first)
-    found = members.nearest(nodes, np.tile(np.arange(nodes.shape[1], dtype=np.float32), (2, 1)), k)
+    found = members.convert_nodes_to_neighbors(
+        nodes, np.tile(np.arange(nodes.shape[1], dtype=np.float32), (2, 1)), k
+    )
     for query in range(2):
         expected = [
             (row, float(at))

@@ -193,10 +193,10 @@ def test_kernels_that_compute_something_else_are_not_used(
     names = ("measure_codes", "measure_keys", "sum_by_token")
     functions = {name: getattr(kernels, name) for name in names}
     device = torch.device("cpu")
-    assert device_search.agree(SimpleNamespace(**functions), device)
+    assert device_search.verify_kernels(SimpleNamespace(**functions), device)
     if wrong is not None:
         functions[wrong] = lambda *_: torch.zeros(3, 2, 7)
-        assert not device_search.agree(SimpleNamespace(**functions), device)
+        assert not device_search.verify_kernels(SimpleNamespace(**functions), device)
         monkeypatch.setattr(kernels, wrong, functions[wrong])
     with caplog.at_level(logging.WARNING):
         loaded = device_search._load_kernels(device)
