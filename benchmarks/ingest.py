@@ -23,7 +23,7 @@ from pydoc_data.topics import topics
 import torch
 
 import knnstore
-from knnstore.datastore import tokens_of
+from knnstore.datastore import tokens_from_ids
 from knnstore.documents import TextDocument, read_documents
 from knnstore.lm.mixing import Contribution, Mixture, compute_neighbor_weights
 from knnstore.store import EVERYTHING
@@ -103,7 +103,7 @@ def main() -> None:
             found = lm.store.search(encoded.keys.numpy(), options.k, EVERYTHING)
             searched = time.perf_counter()
             weights = compute_neighbor_weights(torch.from_numpy(found.distances), 20.0)
-            neighbors = torch.from_numpy(tokens_of(found.ids))
+            neighbors = torch.from_numpy(tokens_from_ids(found.ids))
             mixture = Mixture([Contribution(weights, torch.full((len(weights),), 0.5), neighbors)])
             mixture.target_log_probs(log_probs, torch.from_numpy(batch.gold))
             mixed = time.perf_counter()

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from knnstore.errors import DatastoreError, LockedError
 from knnstore.failpoints import failpoint
-from knnstore.space import medium_errors
+from knnstore.space import convert_disk_errors
 
 _OWNER_ONLY = 0o600
 
@@ -266,7 +266,7 @@ class WriterLock:
     def __init__(self, root: Path) -> None:
         holder_path = root / "writer.json"
         try:
-            with medium_errors(root):
+            with convert_disk_errors(root):
                 self._descriptor = _open_and_lock(root / "writer.lock")
         except BlockingIOError:
             holder = _describe_holder(holder_path)

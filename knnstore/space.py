@@ -65,7 +65,7 @@ def choose_write_error(error: OSError) -> type[DatastoreError]:
 
 
 @contextmanager
-def medium_errors(path: Path) -> Iterator[None]:
+def convert_disk_errors(path: Path) -> Iterator[None]:
     """Convert an OSError about the disk, raised inside the ``with`` block, to an error of knnstore.
 
     Errors about other problems pass unchanged.

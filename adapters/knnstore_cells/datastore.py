@@ -21,9 +21,9 @@ from knnstore.datastore import (
     Segment,
     StoredFile,
     Visits,
-    checked_k,
-    checked_keys,
     code_size,
+    validate_k,
+    validate_keys,
 )
 from knnstore.errors import CorruptDatastoreError
 from knnstore_cells.cell_cache import CellCache
@@ -111,7 +111,7 @@ class CellsDatastore(EmbeddedDatastore):
 
         Raises CorruptDatastoreError if no record is found, and records that `where` selects are damaged.
         """
-        queries, probes = checked_keys(queries, self._dim, what="queries"), checked_k(probes, what="probes")
+        queries, probes = validate_keys(queries, self._dim, what="queries"), validate_k(probes, what="probes")
         ids = where.ids if where and where.groups is None else None
         from knnstore_cells.device import disable_autocast
         from knnstore_cells.visiting import CellSearch, visit_cells
@@ -244,7 +244,7 @@ class CellsDatastore(EmbeddedDatastore):
                 (arranged.cells.centers for arranged in former if len(arranged.cells.centers) == cells), None
             )
         if centers is None or len(centers) != cells:
-            centers = fit_centers(list(self._segments.by_group()[group]), cells)
+            centers = fit_centers(list(self._segments.segments_by_group()[group]), cells)
         self._centers[group] = centers
         assign_cells(segment, NearestCenter(from_numpy(centers)), former).write(path)
 
@@ -263,7 +263,7 @@ class CellsDatastore(EmbeddedDatastore):
             yield self._former_cells
             return
         self._former_cells = {}
-        for group, segments in self._segments.by_group().items():
+        for group, segments in self._segments.segments_by_group().items():
             opened = [(segment, self._open_cells(segment, quietly=True)) for segment in segments]
             arranged = [ArrangedSegment(segment, cells) for segment, cells in opened if cells is not None]
             self._former_cells[group] = sorted(

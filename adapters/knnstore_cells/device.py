@@ -25,7 +25,7 @@ from knnstore.datastore import (
     ProductCodec,
     Segment,
     Visits,
-    tokens_of,
+    tokens_from_ids,
 )
 from knnstore.errors import ConfigError
 from knnstore_cells.device_records import Books, Found, Probed, Queries, Records
@@ -113,7 +113,7 @@ class DeviceKeys:
         self._origins, device = origins, origins.device
         self._ids: Ids = columns.ids_at(self._row_of)
         self._starts = cells.starts
-        self.largest_token = int(tokens_of(self._ids).max(initial=0))
+        self.largest_token = int(tokens_from_ids(self._ids).max(initial=0))
         """Largest token of the records; 0 without records."""
         self._all = RowsByCell(
             None, torch.from_numpy(cells.starts).to(device), int(cells.counts.max(initial=0))
@@ -221,7 +221,7 @@ class DeviceKeys:
         else:
             middle = torch.zeros_like(middle)
             norms.append(torch.zeros(len(self._values), device=device))
-        tokens = torch.from_numpy(tokens_of(self._ids).astype(np.int32)).to(device)
+        tokens = torch.from_numpy(tokens_from_ids(self._ids).astype(np.int32)).to(device)
         all_rows = self._all
         return Records(
             self._values, decode, middle, torch.cat(norms), tokens, all_rows.starts, None, all_rows.largest,
@@ -371,7 +371,7 @@ def _make_decoder(codec: Codec, device: torch.device) -> Callable[[Tensor], Tens
 
     Returns:
         A function that converts codes, uint8, shape (..., size), to approximate rotated keys, float32, shape
-        (..., width), as `Codec.turned` does.
+        (..., width), as `Codec.decode_rotated` does.
     """
     if not isinstance(codec, ProductCodec):
         return lambda codes: codes[..., 4:].view(torch.int8) * codes[..., :4].contiguous().view(torch.float32)

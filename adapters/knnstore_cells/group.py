@@ -540,7 +540,7 @@ class CellGroup:
         """
         columns, file = segment.columns, self._codec_file
         if file is not None and columns.codec_file is file:
-            return torch.from_numpy(file.codec.turned(columns.codes_at(rows, file)))
+            return torch.from_numpy(file.codec.decode_rotated(columns.codes_at(rows, file)))
         return self.rotate(torch.from_numpy(columns.keys_at(rows).astype(np.float32)))
 
 

@@ -91,7 +91,7 @@ class SegmentCells:
         owners = np.frombuffer(rest.tobytes(), np.uint16)
         if owners.max(initial=0) >= cells:
             raise CorruptDatastoreError(f"{file.path} belongs to other keys")
-        return cls(codec.turned(codes.reshape(cells, -1)), owners)
+        return cls(codec.decode_rotated(codes.reshape(cells, -1)), owners)
 
     def write(self, path: Path) -> None:
         """Write the cell centers and the cell of each record to an index file.

@@ -61,7 +61,7 @@ def fit_centers(segments: list[Segment], cells: int) -> Keys:
         )
         centers = _move_centers(keys, centers, generator)
     codec = RoundedCodec(centers.shape[1])
-    return codec.turned(codec.encode(centers.numpy()))
+    return codec.decode_rotated(codec.encode(centers.numpy()))
 
 
 class NearestCenter:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from knnstore.datastore import Coding, checked_kind, checked_params, sample_size
+from knnstore.datastore import Coding, sample_size, validate_kind, validate_params
 from knnstore.errors import ConfigError
 
 _MOST_CELLS = 1 << 16
@@ -58,7 +58,7 @@ class Policy:
             ConfigError: a parameter is unknown or has a bad value.
         """
         accepted = {field.name: field.default for field in fields(cls)}
-        policy = cls(**checked_params("cells", params, accepted))
+        policy = cls(**validate_params("cells", params, accepted))
         for name, most in _MOST.items():
             value = getattr(policy, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
@@ -68,7 +68,7 @@ class Policy:
                 f"cells: device must be auto, none, or a device of torch, got {policy.device!r}"
             )
         if policy.codes not in ("auto", "none"):
-            checked_kind(policy.codes)
+            validate_kind(policy.codes)
         return policy
 
     def choose_coding(self, dim: int) -> Coding | None:

@@ -245,7 +245,7 @@ class CodeScanner:
                         visits[number].distances[filled_rows[number]] = distances[offset : offset + length]
                         filled_rows[number] += 1
                         offset += length
-        return [Visits.of(visits[number]) for number in sorted(visits)]
+        return [Visits.from_visit(visits[number]) for number in sorted(visits)]
 
     def forget(self) -> None:
         """Drop the codes of all cells (clusters of near keys) from memory; the next scan reads them again.
@@ -310,7 +310,7 @@ class CodeScanner:
         if not missing:
             return
         for number, (ids, codes) in zip(missing, read(missing), strict=True):
-            relative_keys = self._codec.turned(codes) - self._middle
+            relative_keys = self._codec.decode_rotated(codes) - self._middle
             parts, pointer = np.ascontiguousarray(codes[:, 1:]), self._faiss.swig_ptr
             if len(ids):
                 self._index.invlists.add_entries(number, len(ids), pointer(ids), pointer(parts))

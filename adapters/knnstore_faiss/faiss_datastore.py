@@ -36,12 +36,12 @@ from knnstore.datastore import (
     Segment,
     StoredFile,
     StoredKeys,
-    checked_params,
     compare_rows,
     free_space,
-    paired,
+    paired_distances,
+    validate_params,
 )
-from knnstore.datastore import nearest_rows as nearest_rows_by_numpy
+from knnstore.datastore import find_nearest_rows as nearest_rows_by_numpy
 from knnstore.errors import ConfigError, CorruptDatastoreError, DatastoreError
 
 METRICS = {Metric.L2: faiss.METRIC_L2, Metric.IP: faiss.METRIC_INNER_PRODUCT}
@@ -139,7 +139,7 @@ class Policy:
             _warn_of_ignored(", ".join(ignored))
         params = {name: value for name, value in params.items() if name not in _REMOVED}
         accepted = {field.name: field.default for field in fields(cls)}
-        policy = cls(**checked_params("faiss", params, accepted, minima={"nprobe": 0, "rerank": 0}))
+        policy = cls(**validate_params("faiss", params, accepted, minima={"nprobe": 0, "rerank": 0}))
         if policy.index not in ("auto", "exact"):
             create_empty_index(policy.index, dim, metric)
         return policy
@@ -414,7 +414,7 @@ class InvertedIndex:
         self._live = segment.live_rows()
         self._live_selector = _make_selector(self._live, segment.rows)
 
-    def matching(self, ids: IdRanges | None) -> IdRanges:
+    def select_records(self, ids: IdRanges | None) -> IdRanges:
         """Select live records by id (None: all); returns their row numbers in the segment, as ranges."""
         return self._live if ids is None else self.segment.live_rows(ids)
 
@@ -434,7 +434,7 @@ class InvertedIndex:
         short = np.flatnonzero(neighbors.ids[:, -1] < 0)
         if len(short):  # the visited lists have too few matching rows, so all lists are visited
             neighbors.put(short, self._search_lists(queries[short], k, selector, lists, candidates))
-        return neighbors.named(self._columns.ids)
+        return neighbors.map_rows_to_ids(self._columns.ids)
 
     def _search_lists(
         self, queries: Keys, k: int, selector: faiss.IDSelector | None, probes: int, candidates: int
@@ -483,7 +483,7 @@ class InvertedIndex:
         for query, rows, distances in zip(queries, candidates.ids, candidates.distances, strict=True):
             present = rows >= 0
             keys = self._columns.keys_at(rows[present]).astype(np.float32)
-            distances[present] = paired(query, keys, self._metric)
+            distances[present] = paired_distances(query, keys, self._metric)
         return candidates.nearest(k)
 
 

@@ -383,7 +383,7 @@ class Collection:
         """
         self.attempts.write(lambda: self.client.update_collection(self.name, metadata={OWNER: owner}))
 
-    def will_add(self, records: int) -> None:
+    def prepare_upload(self, records: int) -> None:
         """Count records that the caller is about to add, and postpone the server's indexing if they are many.
 
         From 100,000 added records on, indexing is postponed until `resume_indexing` or `index` is called.

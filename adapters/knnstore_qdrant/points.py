@@ -23,9 +23,9 @@ from knnstore.datastore import (
     Keys,
     Metric,
     Neighbors,
-    positions_of,
-    ranges_of,
-    whole_positions,
+    find_whole_positions,
+    id_ranges_from_positions,
+    positions_from_ids,
 )
 from knnstore.errors import DatastoreError, InvalidVectorError
 from knnstore_qdrant.collection import GROUP, MARK, POSITION, UPLOAD, Collection
@@ -94,13 +94,13 @@ def condition_from_ranges(ranges: IdRanges, read_ids: Callable[[Condition], Ids]
         ranges: the ranges; no ranges give a condition that selects nothing.
         read_ids: function that returns the ids of all stored points that a condition selects.
     """
-    whole = whole_positions(ranges)
-    rest = ranges - ranges_of(whole.starts, whole.stops)
+    whole = find_whole_positions(ranges)
+    rest = ranges - id_ranges_from_positions(whole.starts, whole.stops)
     positions = tuple(whole)
     if rest.size <= _LISTED_IDS:
         return Condition(positions=positions, ids=tuple(rest.ids().tolist()))
     position_ranges = IdRanges(
-        np.stack([positions_of(rest.starts), positions_of(rest.stops - 1) + 1], axis=1)
+        np.stack([positions_from_ids(rest.starts), positions_from_ids(rest.stops - 1) + 1], axis=1)
     )
     stored = read_ids(Condition(positions=tuple(position_ranges)))
     return Condition(positions=positions, ids=tuple(stored[rest.contains(stored)].tolist()))
@@ -145,7 +145,7 @@ def _convert_hits(
         Record ids and distances, each of shape (q, k), nearest first. If a query has fewer than k hits, each
         missing neighbor has id -1 and distance +inf.
     """
-    neighbors = Neighbors.nothing(len(answers), k)
+    neighbors = Neighbors.all_missing(len(answers), k)
     for row, hits in enumerate(answers):
         neighbors.ids[row, : len(hits)] = [*map(attrgetter(id_attribute), hits)]
         neighbors.distances[row, : len(hits)] = [hit.score for hit in hits]
@@ -212,7 +212,7 @@ class ServerPoints:
                 "choose datatype float32"
             )
         if upload is None:
-            self._collection.will_add(len(ids))
+            self._collection.prepare_upload(len(ids))
         size = min(_BATCH_POINTS, max(1, _BATCH_BYTES // (4 * self._dim)))
         batches = [slice(start, start + size) for start in range(0, len(ids), size)]
         sent = [
@@ -242,7 +242,7 @@ class ServerPoints:
             vectors=keys.tolist(),
             payloads=[
                 {GROUP: group, POSITION: position, **common}
-                for group, position in zip(groups.tolist(), positions_of(ids).tolist(), strict=True)
+                for group, position in zip(groups.tolist(), positions_from_ids(ids).tolist(), strict=True)
             ],
         )
         update_filter = None if upload is None else _NEVER
@@ -394,7 +394,7 @@ class GrpcPoints(ServerPoints):
             ids.tolist(),
             _iterate_vector_messages(keys),
             groups.tolist(),
-            positions_of(ids).tolist(),
+            positions_from_ids(ids).tolist(),
             strict=True,
         )
         points = [

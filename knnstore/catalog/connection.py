@@ -115,7 +115,7 @@ def sqlite_url(path: Path) -> URL:
     return URL.create("sqlite", database=str(path))
 
 
-def without_password(url: URL) -> str:
+def remove_password(url: URL) -> str:
     """Convert a database URL to text without its password, so that the text can be stored or compared."""
     return url._replace(password=None).render_as_string()
 

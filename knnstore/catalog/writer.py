@@ -30,10 +30,10 @@ from knnstore.catalog.catalog import Catalog
 from knnstore.catalog.connection import LOCK, render_location, run_transaction, translate_errors
 from knnstore.catalog.digests import hash_bytes, hash_store_identity, hash_values
 from knnstore.catalog.queries import (
+    build_settings_key,
     compute_document_digest,
     read_tags,
     select_among,
-    settings_key,
     split_into_chunks,
 )
 from knnstore.catalog.tables import (
@@ -88,7 +88,7 @@ class CatalogWriter:
     def _sql(self) -> SqlEngine:
         return self.catalog.sql
 
-    def lease(self, id: str, count: int, folder: str) -> Lease:
+    def lease_positions(self, id: str, count: int, folder: str) -> Lease:
         """Reserve positions for documents that will be added later. Returns the new lease.
 
         A position is the number of a token in the store, used only once. Positions of a lease that is
@@ -259,7 +259,7 @@ class CatalogWriter:
         with self._run_transaction("checksums") as session:
             _add_checksums(session, checksums)
 
-    def retire(self, rows: Sequence[int]) -> None:
+    def mark_as_deleting(self, rows: Sequence[int]) -> None:
         """Change live documents to the state "deleting", so that readers no longer see them.
 
         Open leases note the ids of the documents, so that their commit does not add the documents again; see
@@ -278,9 +278,9 @@ class CatalogWriter:
                 if session.scalars(statement.returning(DocumentRow.id)).all():
                     _increment_revision(session)
 
-    def unsettled(self) -> list[PlacedDocument]:
+    def unsettled_documents(self) -> list[PlacedDocument]:
         """Return the documents that are being added or removed (not live), sorted by position."""
-        return self.catalog.unsettled()
+        return self.catalog.unsettled_documents()
 
     def forget(self, rows: Sequence[int]) -> None:
         """Delete from the catalog documents that are being added or removed, with their tokens and tags.
@@ -380,7 +380,7 @@ class CatalogWriter:
             InputError: the payload cannot be stored as JSON.
         """
         check_json(payload, "settings")
-        scope, names = settings_key(domains)
+        scope, names = build_settings_key(domains)
         with self._run_transaction("settings") as session:
             if payload:
                 # A damaged row cannot be read and updated, so it is deleted.

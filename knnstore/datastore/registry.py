@@ -6,8 +6,8 @@ of knnstore itself are declared in the same way, with one line for each adapter:
     [project.entry-points."knnstore.datastores"]
     milvus = "knnstore_milvus:MilvusDatastore"
 
-`names` lists the adapters, `load` imports one adapter, and `describe` tries all adapters. An adapter is
-imported only when `load` receives its name or `describe` tries it, so a broken adapter affects no other.
+`list_adapters` lists the adapters, `load` imports one adapter, and `describe` tries all adapters. An adapter
+is imported only when `load` receives its name or `describe` tries it, so a broken adapter affects no other.
 """
 
 import difflib
@@ -92,7 +92,7 @@ class _Offer:
     distribution: Distribution
 
 
-def names() -> list[str]:
+def list_adapters() -> list[str]:
     """Return the names of all installed adapters, sorted, without importing an adapter.
 
     An adapter is a class that connects knnstore to a vector engine.
@@ -104,7 +104,7 @@ def load(name: str) -> type[Datastore]:
     """Import an adapter, which is a class that connects knnstore to a vector engine, and return the class.
 
     Args:
-        name: name of the adapter, one of the names that `names` returns.
+        name: name of the adapter, one of the names that `list_adapters` returns.
 
     Returns:
         The adapter's class; its `open` opens a datastore.

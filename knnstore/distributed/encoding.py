@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from knnstore.datastore import ranges_of, record_ids
+from knnstore.datastore import id_ranges_from_positions, record_ids
 from knnstore.distributed.plan_folder import PlanFolder, PlannedDocument, Shard
 from knnstore.documents import SOURCE
 from knnstore.errors import ConfigError, InvalidVectorError, ModelOutputError, PlanError
@@ -261,7 +261,7 @@ class ShardUploader:
         documents, digest = folder.read_documents(shard), folder.read_digest(shard)
         keys, name = folder.open_keys(shard), folder.name_upload(shard, digest)
         start = folder.plan.start + shard.start
-        positions = ranges_of(np.array([start]), np.array([start + shard.tokens]))
+        positions = id_ranges_from_positions(np.array([start]), np.array([start + shard.tokens]))
         if self._datastore.count_uploaded(positions, name, self._group) == shard.records:
             folder.note_upload(shard, digest)
             return False

@@ -12,7 +12,7 @@ from fastapi import Query, Request
 
 from knnstore.catalog import Right
 from knnstore.checks import MAX_NAME
-from knnstore.documents import FIELDS, PAIR_FIELDS, documents_of
+from knnstore.documents import FIELDS, PAIR_FIELDS, convert_rows_to_documents
 from knnstore.errors import DocumentNotFoundError, UnusableDocumentError
 from knnstore.server.access import Access, Endpoints, access
 from knnstore.server.errors import ApiError, refused
@@ -95,7 +95,7 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
         quota.check_and_spend(0)
         fields = PAIR_FIELDS if serving.reads_source else FIELDS
         new_documents = await serving.run_tokenizing(
-            lambda: list(documents_of(body.documents, fields=fields))
+            lambda: list(convert_rows_to_documents(body.documents, fields=fields))
         )
         counts = {"added": 0, "replaced": 0, "described": 0, "unchanged": 0, "tokens": 0}
         bad: list[UnusableDocumentError] = []

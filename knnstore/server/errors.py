@@ -6,7 +6,7 @@ any exception.
 
 from typing import Any
 
-from knnstore.checks import printable
+from knnstore.checks import escape_unprintable
 from knnstore.errors import (
     AmbiguousDocumentError,
     ConfigError,
@@ -55,7 +55,7 @@ class ApiError(Exception):
         param: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        message = printable(message)  # it may quote the request
+        message = escape_unprintable(message)  # it may quote the request
         super().__init__(message)
         self.status = status
         self.headers = headers or {}

@@ -92,7 +92,7 @@ def serve(config: Config, load: Callable[[], KNNLM]) -> None:
     catalog = Catalog.open(Home.open(config.home).catalog_url)
     try:
         keys = AccessKeys(catalog)
-        if config.needs_keys and not any(not key.has_expired for key in keys.all()):
+        if config.needs_keys and not any(not key.has_expired for key in keys.list_keys()):
             raise ConfigError(
                 f"clients of {config.host} need an API key, but none exists: make one with `knnstore key add`"
             )

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knnstore.catalog import CatalogWriter, Lease, NewDocument, PlacedDocument
-from knnstore.datastore import Datastore, Keys, SupportsUploads, ranges_of, record_ids
+from knnstore.datastore import Datastore, Keys, SupportsUploads, id_ranges_from_positions, record_ids
 from knnstore.errors import DiskFullError, KnnstoreError
 from knnstore.failpoints import failpoint
 from knnstore.store.fitted import drop_settings_of_removed
@@ -51,7 +51,7 @@ def purge(catalog: CatalogWriter, datastore: Datastore, documents: Sequence[Plac
     failpoint("purge.before")
     drop_settings_of_removed(catalog)
     failpoint("purge.fitted")
-    datastore.delete(ranges_of(bounds[:, 0], bounds[:, 1]))
+    datastore.delete(id_ranges_from_positions(bounds[:, 0], bounds[:, 1]))
     failpoint("purge.deleted")
     datastore.flush()
     failpoint("purge.flushed")
@@ -177,7 +177,7 @@ class Ingest:
         count = 0
         for group in np.unique(self._groups).tolist():
             is_of_group = self._groups == group
-            ids = ranges_of(self._starts[is_of_group], stops[is_of_group])
+            ids = id_ranges_from_positions(self._starts[is_of_group], stops[is_of_group])
             count += self._datastore.count_uploaded(ids, upload, group)
         return count
 
@@ -263,7 +263,10 @@ class LeasedIngest:
             bounds = [(placed.start, placed.stop) for placed in self._placed]
             placed_starts, placed_stops = np.array(bounds, np.int64).reshape(-1, 2).T
             starts, stops = np.array([self._lease.start]), np.array([self._lease.stop])
-            self._datastore.delete(ranges_of(starts, stops) - ranges_of(placed_starts, placed_stops))
+            self._datastore.delete(
+                id_ranges_from_positions(starts, stops)
+                - id_ranges_from_positions(placed_starts, placed_stops)
+            )
         publish_documents(self._catalog, self._datastore, self._checksums, lease=self._lease.id)
 
     def abandon(self) -> None:
@@ -274,7 +277,7 @@ class LeasedIngest:
 def _abandon(catalog: CatalogWriter, datastore: Datastore, documents: Sequence[PlacedDocument]) -> None:
     """Delete documents unless they have become live, and ignore errors; see `Ingest.abandon`."""
     with contextlib.suppress(KnnstoreError, OSError):
-        live = catalog.catalog.labels(placed.row for placed in documents)
+        live = catalog.catalog.ids_and_domains(placed.row for placed in documents)
         purge(catalog, datastore, [placed for placed in documents if placed.row not in live])
 
 
@@ -298,4 +301,4 @@ def publish_documents(
     """
     known = {row: text for row, text in checksums.items() if text is not None}
     catalog.publish(list(checksums), known, lease=lease)
-    purge(catalog, datastore, catalog.unsettled())
+    purge(catalog, datastore, catalog.unsettled_documents())

@@ -214,7 +214,7 @@ class KNNStore(StoreReader):
         with self._lock_for_writing() as writer:
             place = str(folder.absolute())
             writer.release([lease for lease in self.leases() if lease.folder == place])
-            return writer.writer.lease(id, tokens, place)
+            return writer.writer.lease_positions(id, tokens, place)
 
     def release(self, id: str) -> None:
         """Delete a lease (reserved positions). An unknown id is ignored.

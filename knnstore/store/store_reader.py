@@ -83,8 +83,9 @@ class StoreReader:
             selection: documents whose records are searched.
 
         Returns:
-            Record ids (`tokens_of` returns their tokens) and distances, each of shape (q, k), nearest first.
-            If the selection has fewer than k records, each missing neighbor has id -1 and distance +inf.
+            Record ids (`tokens_from_ids` returns their tokens) and distances, each of shape (q, k), nearest
+            first. If the selection has fewer than k records, each missing neighbor has id -1 and distance
+            +inf.
 
         Raises:
             DomainNotFoundError: if the selection names an unknown domain.
@@ -233,7 +234,7 @@ class StoreReader:
 
     def select(self, selection: Selection) -> list[Document]:
         """Return descriptions of the selected documents, in the order in which they were added."""
-        return list(self._catalog.documents_of(self.view().rows(selection)).values())
+        return list(self._catalog.documents_by_row(self.view().rows(selection)).values())
 
     def document(self, id: str, *, domain: str | None = None) -> Document:
         """Return the description of one document.
@@ -284,7 +285,7 @@ class StoreReader:
         Returns:
             Primary key, SHA-256 of the text, metadata and tags of each stored document, by id.
         """
-        return self._catalog.versions(domain, ids)
+        return self._catalog.stored_versions(domain, ids)
 
     def difference(
         self,
@@ -303,7 +304,7 @@ class StoreReader:
         """
         if self.identity.is_paired:
             documents = (TextDocument.from_row(document, PAIR_FIELDS) for document in documents)
-        return Difference.of(self._catalog, domain, documents, frozenset(tags), kept)
+        return Difference.compute(self._catalog, domain, documents, frozenset(tags), kept)
 
     def other_ids(self, domain: str, ids: Mapping[str, str]) -> dict[str, str]:
         """Find documents whose text a domain has stored under another id.
@@ -348,7 +349,7 @@ class StoreReader:
 
     def has_unsettled_documents(self) -> bool:
         """Return True if any document is half added or half removed, because a writer runs or was killed."""
-        return bool(self._catalog.unsettled())
+        return bool(self._catalog.unsettled_documents())
 
     @property
     def id(self) -> str:

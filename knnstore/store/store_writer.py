@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from knnstore.catalog import CatalogWriter, Lease, NewDocument
-from knnstore.checks import distinct_names
-from knnstore.datastore import IdRanges, SupportsOptimize, SupportsUploads, ranges_of
+from knnstore.checks import check_distinct_names
+from knnstore.datastore import IdRanges, SupportsOptimize, SupportsUploads, id_ranges_from_positions
 from knnstore.errors import CatalogError, DiskFullError, DocumentNotFoundError, KnnstoreError
 from knnstore.space import check_space
 from knnstore.store.current import Current
@@ -63,7 +63,7 @@ class StoreChanges:
             DiskFullError: if the disk has no room for the changes. Readers do not see the documents that
                 could not be deleted.
         """
-        purge(self.writer, self.current.datastore, self.writer.unsettled())
+        purge(self.writer, self.current.datastore, self.writer.unsettled_documents())
         self._delete_unused_weight_files()
 
     def purge_what_fits(self) -> None:
@@ -196,8 +196,8 @@ class StoreChanges:
             add: tags to add.
             remove: tags to remove.
         """
-        documents = self.writer.catalog.documents_of(rows)
-        added_tags, removed_tags = distinct_names(add, "tag"), distinct_names(remove, "tag")
+        documents = self.writer.catalog.documents_by_row(rows)
+        added_tags, removed_tags = check_distinct_names(add, "tag"), check_distinct_names(remove, "tag")
         self.writer.describe(
             {
                 row: (document.metadata, ({*document.tags} | added_tags) - removed_tags)
@@ -218,7 +218,7 @@ class StoreChanges:
         """
         self._home.reserve.give_back()
         try:
-            change_in_batches_if_full(self.writer, self.writer.retire, rows)
+            change_in_batches_if_full(self.writer, self.writer.mark_as_deleting, rows)
             self.purge_what_fits()
         finally:
             self._home.reserve.keep()
@@ -259,7 +259,7 @@ class StoreChanges:
         """
         datastore = self.current.datastore
         orphans = retry_past_damage(datastore, lambda: find_orphans(self.writer.catalog, datastore))
-        datastore.delete(IdRanges.of_ids(orphans))
+        datastore.delete(IdRanges.from_ids(orphans))
         datastore.flush()
         abandon_unneeded(self.writer.catalog, datastore)
 
@@ -270,11 +270,11 @@ class StoreChanges:
         """
         catalog, datastore = self.writer.catalog, self.current.datastore
         snapshot = catalog.snapshot()
-        lacks_checksum = ~np.isin(snapshot.rows, list(catalog.checksums()))
+        lacks_checksum = ~np.isin(snapshot.rows, list(catalog.key_checksums()))
         if get_checksum_precision(datastore.capabilities) is not None and lacks_checksum.any():
             checksums = make_checksum_computer(snapshot, datastore.capabilities)
             for ids, keys, _ in datastore.iterate(
-                ids=ranges_of(snapshot.starts[lacks_checksum], snapshot.stops[lacks_checksum])
+                ids=id_ranges_from_positions(snapshot.starts[lacks_checksum], snapshot.stops[lacks_checksum])
             ):
                 checksums.add_records(ids, keys)
             self.writer.note_checksums(checksums.get_checksums())
@@ -323,7 +323,7 @@ class StoreChanges:
             DocumentNotFoundError: if the domain has no document with one of the ids.
         """
         listed_ids = list(ids)
-        versions = self.writer.catalog.versions(domain, listed_ids)
+        versions = self.writer.catalog.stored_versions(domain, listed_ids)
         for id in listed_ids:
             if id not in versions:
                 raise DocumentNotFoundError(f"no document {id!r} in domain {domain!r}")

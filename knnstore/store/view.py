@@ -20,8 +20,8 @@ from knnstore.datastore import (
     SupportsCells,
     SupportsDeviceVisits,
     Visits,
-    positions_of,
-    ranges_of,
+    id_ranges_from_positions,
+    positions_from_ids,
 )
 from knnstore.errors import CatalogError, CorruptDatastoreError, DocumentNotFoundError, DomainNotFoundError
 from knnstore.store.ngrams import KNOWN, RUN_LETTERS, Letters, Overlap, Runs
@@ -79,7 +79,7 @@ class View:
 
         The result is -1 where no document of this view has the record, and for the id -1.
         """
-        document_indices = self.snapshot.documents_at(positions_of(ids))
+        document_indices = self.snapshot.documents_at(positions_from_ids(ids))
         return (
             np.where(document_indices >= 0, self.snapshot.rows[document_indices], -1)
             if len(self.snapshot.rows)
@@ -102,7 +102,7 @@ class View:
         if records and (neighbors.ids[:, 0] < 0).any():
             raise CorruptDatastoreError(_LOST_RECORDS)
         if orphans.any():
-            neighbors = neighbors.without(orphans).nearest(k)
+            neighbors = neighbors.mask_neighbors(orphans).nearest(k)
         return neighbors
 
     def visit(self, queries: Keys, probes: int, selection: Selection) -> list[Visits]:
@@ -166,7 +166,9 @@ class View:
         """
         same, others = [set[int]() for _ in texts], [set[int]() for _ in texts]
         runs = Runs(texts) if letters is None else Runs([letters.of(text) for text in texts], RUN_LETTERS)
-        for row, tokens in self._catalog.texts(self.snapshot.rows[self.mask_documents(selection)].tolist()):
+        for row, tokens in self._catalog.iterate_tokens(
+            self.snapshot.rows[self.mask_documents(selection)].tolist()
+        ):
             shared = runs.compare_document(tokens if letters is None else letters.of(tokens))
             for number in shared.same:
                 same[number].add(row)
@@ -198,7 +200,7 @@ class View:
             return latest[1]
         counts = np.zeros(vocabulary, np.int64)
         selected_rows = self.snapshot.rows[self.mask_documents(selection)]
-        for tokens in _join_texts(self._catalog.texts(selected_rows.tolist()), vocabulary):
+        for tokens in _join_texts(self._catalog.iterate_tokens(selected_rows.tolist()), vocabulary):
             if tokens.max(initial=0) >= vocabulary:
                 raise CatalogError(
                     "the catalog is damaged: a token is outside the vocabulary; run `knnstore verify`"
@@ -232,7 +234,7 @@ class View:
             The token ids of each document; None if one of the documents was removed since.
         """
         rows = self.snapshot.rows[mask].tolist()
-        tokens_by_row = dict(self._catalog.texts(rows))
+        tokens_by_row = dict(self._catalog.iterate_tokens(rows))
         return [tokens_by_row[row] for row in rows] if len(tokens_by_row) == len(rows) else None
 
     def records(self, selection: Selection, without: Collection[int], batch_size: int) -> Iterator[Records]:
@@ -241,7 +243,7 @@ class View:
         The records of the documents `without` (primary keys) are left out.
         """
         mask = self.mask_documents(selection) & ~self._mask_rows(without)
-        live = ranges_of(self.snapshot.starts[mask], self.snapshot.stops[mask])
+        live = id_ranges_from_positions(self.snapshot.starts[mask], self.snapshot.stops[mask])
         for ids, keys, _ in self.datastore.iterate(ids=live, batch_size=batch_size):
             yield Records(ids, keys)
 
@@ -265,7 +267,9 @@ class View:
         if not alive.all() and (every[~alive] >= 0).any():
             ends = np.cumsum([len(part) for part in ids])[:-1]
             parts = zip(visits, np.split(alive, ends), strict=True)
-            visits = [cell_visits.only(part.reshape(cell_visits.ids.shape)) for cell_visits, part in parts]
+            visits = [
+                cell_visits.select_records(part.reshape(cell_visits.ids.shape)) for cell_visits, part in parts
+            ]
         return visits
 
     def _resolve_scope(self, selection: Selection) -> Scope:
@@ -274,7 +278,7 @@ class View:
         Raises DomainNotFoundError or DocumentNotFoundError for an unknown name.
         """
         mask = self.mask_documents(selection)
-        live = ranges_of(self.snapshot.starts[mask], self.snapshot.stops[mask])
+        live = id_ranges_from_positions(self.snapshot.starts[mask], self.snapshot.stops[mask])
         records = int(self.snapshot.records[mask].sum())
         if selection == EVERYTHING:
             return Scope(live, None, records)
@@ -362,7 +366,7 @@ def _has_record_for_each_query(visits: Sequence[Visits], queries: int) -> bool:
     """
     met = np.zeros(queries, bool)
     for visit in visits:
-        met[visit.meeting()] = True
+        met[visit.find_nonempty_queries()] = True
     return bool(met.all())
 
 

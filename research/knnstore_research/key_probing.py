@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from knnstore.datastore import Keys, Metric, pairwise, stored_keys
+from knnstore.datastore import Keys, Metric, convert_to_stored_precision, pairwise_distances
 from knnstore.documents import OnBad, TextDocument
 from knnstore.errors import ConfigError, InputError
 from knnstore.lm.calibration import (
@@ -209,7 +209,9 @@ def probe_keys(
     samples = {1: _Sample(store.keys[key], text.keys[key])}
     for n in joined:
         reader = replace(reader, encoder=Encoder(model, places[key], Joining.from_states(n)))
-        samples[n] = _Sample(stored_keys(_compute_keys(reader, stored)), _compute_keys(reader, held_out))
+        samples[n] = _Sample(
+            convert_to_stored_precision(_compute_keys(reader, stored)), _compute_keys(reader, held_out)
+        )
         judge(key, metric, samples[n], n, one_state)
     best = min(probed, key=_get_perplexity).states
     for dim in dims:
@@ -233,7 +235,7 @@ class _Sample(NamedTuple):
         stored = self.stored.astype(np.float32)
         projection, _ = fit_projection(stored, dim, metric, keys_per_direction=1)  # what it loses is judged
         projected, asked = (projection(torch.from_numpy(array)).numpy() for array in (stored, self.asked))
-        return _Sample(stored_keys(projected), asked)
+        return _Sample(convert_to_stored_precision(projected), asked)
 
 
 def _compute_keys(reader: TextReader, texts: Sequence[NDArray[np.uint32]]) -> Keys:
@@ -290,7 +292,7 @@ def _capture_keys(
         for key, capture in captures.items():
             keys = capture.keys(*batch.input_ids.shape).flatten(0, 1)[batch.at]
             batch_keys = keys.float().cpu().numpy()
-            parts[key].append(stored_keys(batch_keys) if half else batch_keys)
+            parts[key].append(convert_to_stored_precision(batch_keys) if half else batch_keys)
         gold.append(batch.gold)
         documents.append(batch.documents)
         log_probs.append(encoder.log_probs(states, batch.gold))
@@ -317,7 +319,7 @@ def nearest_keys(queries: Tensor, keys: Tensor, k: int, metric: str) -> tuple[Te
         Distances, float32, ascending, and row numbers in `keys`, int64; both of shape (q, k), on the CPU.
     """
     blocks = torch.split(queries, max(1, _DISTANCES // len(keys)))
-    nearest = [pairwise(block, keys, metric).topk(k, largest=False) for block in blocks]
+    nearest = [pairwise_distances(block, keys, metric).topk(k, largest=False) for block in blocks]
     distances, rows = zip(*((part.values.cpu(), part.indices.cpu()) for part in nearest), strict=True)
     return torch.cat(distances), torch.cat(rows)
 

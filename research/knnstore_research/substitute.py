@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from knnstore.datastore import tokens_of
+from knnstore.datastore import tokens_from_ids
 from knnstore.documents import OnBad
 from knnstore.errors import (
     ConfigError,
@@ -675,7 +675,7 @@ class RecordBlocks:
                 parts = []
             if not parts:
                 room = max(1, _BLOCK_VALUES // keys.shape[1])
-            parts.append(Records(torch.from_numpy(keys).half(), torch.from_numpy(tokens_of(ids))))
+            parts.append(Records(torch.from_numpy(keys).half(), torch.from_numpy(tokens_from_ids(ids))))
             room -= len(ids)
         if parts:
             yield _join_records(parts)

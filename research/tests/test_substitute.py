@@ -25,7 +25,7 @@ from knnstore_research.substitute import (
 )
 
 import knnstore
-from knnstore.datastore import positions_of
+from knnstore.datastore import positions_from_ids
 from knnstore.errors import (
     ConfigError,
     CorruptWeightsError,
@@ -191,7 +191,7 @@ def test_what_it_is_judged_by_is_no_part_of_what_it_is_trained_on(lm, monkeypatc
 
     def read(self, *args, **options):
         for batch in records(self, *args, **options):
-            trained.append(positions_of(batch.ids))
+            trained.append(positions_from_ids(batch.ids))
             yield batch
 
     monkeypatch.setattr(type(store), "records", read)

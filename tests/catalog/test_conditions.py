@@ -122,7 +122,7 @@ def test_sql_finds_what_an_evaluator_finds(
             one.row for one, metadata in zip(placed, documents, strict=True) if is_met(condition, metadata)
         }
         assert found == expected, written(condition)
-    writer.retire([one.row for one in placed])
+    writer.mark_as_deleting([one.row for one in placed])
     writer.forget([one.row for one in placed])
 
 

@@ -29,8 +29,8 @@ def state(catalog: Catalog, writer: CatalogWriter) -> tuple[Any, ...]:
         catalog.domains(),
         catalog.settings(),
         catalog.engine(),
-        catalog.checksums(),
-        writer.unsettled(),
+        catalog.key_checksums(),
+        writer.unsettled_documents(),
         catalog.leases(),
         list_domain_rows(catalog),
     )
@@ -50,10 +50,10 @@ ACTIONS: dict[str, Callable[[CatalogWriter, dict[str, int], Make], object]] = {
     "begin": lambda writer, rows, make: writer.begin([make("new", "new", tags=("t",)), make("live")]),
     "publish": lambda writer, rows, make: writer.publish([rows["pending"], rows["replacement"]]),
     "checksums": lambda writer, rows, make: writer.note_checksums({rows["live"]: "float32:" + "0" * 64}),
-    "lease": lambda writer, rows, make: writer.lease("b" * 32, 10, "/plan"),
+    "lease": lambda writer, rows, make: writer.lease_positions("b" * 32, 10, "/plan"),
     "release": lambda writer, rows, make: writer.release(["a" * 32]),
     "domain": lambda writer, rows, make: writer.create_domain("empty"),
-    "retire": lambda writer, rows, make: writer.retire([rows["live"]]),
+    "retire": lambda writer, rows, make: writer.mark_as_deleting([rows["live"]]),
     "forget": lambda writer, rows, make: writer.forget([rows["pending"]]),
     "describe": lambda writer, rows, make: writer.describe({rows["live"]: ({"new": 1}, ["new"])}),
     "rename": lambda writer, rows, make: writer.rename({rows["live"]: "renamed"}),
@@ -81,7 +81,7 @@ def test_killed_while_writing(
     writer.publish([rows["live"]])
     rows["replacement"] = writer.begin([replacement])[0].row
     writer.save_settings([], {"k": 1})
-    writer.lease("a" * 32, 10, "/plan")
+    writer.lease_positions("a" * 32, 10, "/plan")
     before = state(catalog, writer)
     catalog.close()
 

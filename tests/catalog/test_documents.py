@@ -28,19 +28,19 @@ def test_each_state_in_turn(catalog: Catalog, writer: CatalogWriter, document: M
     assert [(p.start, p.stop) for p in placed] == [(0, 3), (3, 7)]
     assert placed[0].group != placed[1].group
     assert live_ids(catalog) == []
-    assert writer.unsettled() == placed
+    assert writer.unsettled_documents() == placed
 
     writer.publish([p.row for p in placed])
     assert live_ids(catalog) == ["a", "b"]
-    assert writer.unsettled() == []
+    assert writer.unsettled_documents() == []
 
-    writer.retire([placed[0].row])
+    writer.mark_as_deleting([placed[0].row])
     assert live_ids(catalog) == ["b"]
-    assert writer.unsettled() == placed[:1]
+    assert writer.unsettled_documents() == placed[:1]
     assert catalog.tokens(placed[0].row) is None
 
     writer.forget([placed[0].row])
-    assert writer.unsettled() == []
+    assert writer.unsettled_documents() == []
     assert [domain.name for domain in catalog.domains()] == ["tax"]
 
 
@@ -53,8 +53,8 @@ def test_what_was_stored_comes_back(catalog: Catalog, writer: CatalogWriter, doc
     assert found.content_hash == stored.content_hash
     assert found.added_at.endswith("+00:00")
     np.testing.assert_array_equal(catalog.tokens(row), stored.tokens)
-    assert catalog.labels([row, row + 1]) == {row: ("a", "law")}
-    version = catalog.versions("law", ["a", "b"])["a"]
+    assert catalog.ids_and_domains([row, row + 1]) == {row: ("a", "law")}
+    version = catalog.stored_versions("law", ["a", "b"])["a"]
     assert (version.row, version.metadata, version.tags) == (row, {"year": 2024}, {"x", "y"})
     assert catalog.rows_by_content([stored.content_hash, "0" * 64]) == {stored.content_hash: [row]}
 
@@ -66,7 +66,7 @@ def test_replacement_is_atomic(catalog: Catalog, writer: CatalogWriter, document
     assert catalog.rows(id="a", domain="law") == [old]
     writer.publish([new])
     assert catalog.rows(id="a", domain="law") == [new]
-    assert [placed.row for placed in writer.unsettled()] == [old]
+    assert [placed.row for placed in writer.unsettled_documents()] == [old]
     assert set(catalog.rows()) == {new, *other}
 
 
@@ -76,7 +76,7 @@ def test_publishing_is_all_or_nothing(catalog: Catalog, writer: CatalogWriter, d
         writer.publish(rows)
     assert live_ids(catalog) == []
     writer.publish(rows[:2])
-    writer.retire(rows[:1])
+    writer.mark_as_deleting(rows[:1])
     with pytest.raises(CatalogError, match="not pending"):
         writer.publish([rows[2], rows[0]])  # the second is being deleted: its records may be gone
     assert live_ids(catalog) == ["b"]
@@ -111,7 +111,7 @@ def test_the_counter_ends_before_it_overflows(
     assert last.stop << 20 == 1 << 63
     with pytest.raises(CatalogError, match="used up"):
         writer.begin([document("b", tokens=1)])
-    assert len(writer.unsettled()) == 1
+    assert len(writer.unsettled_documents()) == 1
 
 
 def test_forget_spares_live_documents(catalog: Catalog, writer: CatalogWriter, document: Make) -> None:
@@ -126,7 +126,7 @@ def test_describe(catalog: Catalog, writer: CatalogWriter, document: Make) -> No
     described = catalog.documents(id="a")[0]
     assert (described.metadata, described.tags) == ({"n": 2}, ("more", "new"))
     assert catalog.rows_by_tag(["old"]) == {"old": [b]}
-    writer.retire([b])
+    writer.mark_as_deleting([b])
     with pytest.raises(DocumentNotFoundError):
         writer.describe({a: ({}, []), b: ({}, [])})
     assert catalog.documents(id="a")[0].metadata == {"n": 2}
@@ -140,7 +140,7 @@ def test_rename(catalog: Catalog, writer: CatalogWriter, document: Make) -> None
     for ids in ({a: "x", b: "x"}, {a: "b"}):
         with pytest.raises(InputError, match=r"its domain already has a document '[bx]'"):
             writer.rename(ids)
-    writer.retire([b])
+    writer.mark_as_deleting([b])
     with pytest.raises(DocumentNotFoundError):
         writer.rename({a: "d", b: "e"})
     assert live_ids(catalog) == ["c", "c"]
@@ -167,12 +167,12 @@ def test_open_leases_note_documents_that_are_removed_or_renamed(
     catalog: Catalog, writer: CatalogWriter, document: Make
 ) -> None:
     (before,) = add(writer, document("before", "law"))
-    open_lease, committed, released = (writer.lease(letter * 32, 10, "/plan") for letter in "abc")
+    open_lease, committed, released = (writer.lease_positions(letter * 32, 10, "/plan") for letter in "abc")
     writer.publish([], lease=committed.id)
     first, second, third = add(writer, document("a", "law"), document("b", "law"), document("a", "tax"))
-    writer.retire([before, first, third])
+    writer.mark_as_deleting([before, first, third])
     writer.rename({second: "c"})
-    writer.retire(add(writer, document("a", "law")))  # a second time
+    writer.mark_as_deleting(add(writer, document("a", "law")))  # a second time
     for lease in (open_lease, released):
         assert catalog.withdrawn_ids(lease.id, "law") == {"a", "b", "before"}
         assert catalog.withdrawn_ids(lease.id, "tax") == {"a"}
@@ -194,9 +194,11 @@ def test_two_thousand_documents_at_once(catalog: Catalog, writer: CatalogWriter,
     stops = np.cumsum([len(d.tokens) for d in documents])
     assert [p.stop for p in placed] == stops.tolist()
     listed = {d.id: d for d in catalog.documents()}
-    assert list(catalog.labels(p.row for p in placed).values()) == [(d.id, d.domain) for d in documents]
+    assert list(catalog.ids_and_domains(p.row for p in placed).values()) == [
+        (d.id, d.domain) for d in documents
+    ]
     assert all(listed[d.id].tags == tuple(sorted(d.tags)) for d in documents)
-    assert len(catalog.versions("domain3", [d.id for d in documents])) == len(range(3, 2000, 7))
+    assert len(catalog.stored_versions("domain3", [d.id for d in documents])) == len(range(3, 2000, 7))
 
     snapshot = catalog.snapshot()
     at = snapshot.documents_at(np.arange(-1, stops[-1] + 1))
@@ -205,16 +207,16 @@ def test_two_thousand_documents_at_once(catalog: Catalog, writer: CatalogWriter,
     np.testing.assert_array_equal(snapshot.rows[at[1:-1]], rows)
     assert at[0] == at[-1] == -1
 
-    writer.retire([p.row for p in placed])
+    writer.mark_as_deleting([p.row for p in placed])
     writer.forget([p.row for p in placed])
     assert catalog.domains() == []
-    assert writer.unsettled() == []
+    assert writer.unsettled_documents() == []
 
 
 def test_domains_without_documents_are_deleted_with_the_last_open_lease(
     catalog: Catalog, writer: CatalogWriter, document: Make
 ) -> None:
-    first, second = (writer.lease(letter * 32, 10, "/plan") for letter in "ab")
+    first, second = (writer.lease_positions(letter * 32, 10, "/plan") for letter in "ab")
     group = writer.create_domain("law")
     assert writer.create_domain("law") == group
     assert (catalog.domains(), catalog.snapshot().domains) == ([], {})

@@ -30,14 +30,14 @@ def test_the_revision_grows_with_what_readers_see(
     assert grows(lambda: writer.publish([b]))
     assert grows(lambda: writer.describe({a: ({}, ["tag"])}))
     assert grows(lambda: writer.rename({a: "c"}))
-    assert grows(lambda: writer.retire([a]))
-    assert not grows(lambda: writer.retire([a]))
+    assert grows(lambda: writer.mark_as_deleting([a]))
+    assert not grows(lambda: writer.mark_as_deleting([a]))
     assert not grows(lambda: writer.forget([a]))
     assert grows(lambda: writer.save_settings(["law"], {"k": 8}))
-    assert grows(lambda: writer.retire([b]))
+    assert grows(lambda: writer.mark_as_deleting([b]))
     assert grows(lambda: writer.forget([b]))  # the domain's settings go with it
     assert grows(lambda: writer.move(Engine("hnswlib", "elsewhere")))
-    for nothing in (writer.publish, writer.retire, writer.forget):
+    for nothing in (writer.publish, writer.mark_as_deleting, writer.forget):
         assert not grows(lambda act=nothing: act([]))
     assert not grows(lambda: writer.describe({}))
     assert not grows(lambda: writer.rename({}))
@@ -122,11 +122,11 @@ def test_an_older_writer_can_commit_no_more(opener: Opener, document: Make) -> N
                 "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory'"
             )
     new = CatalogWriter(catalog)
-    before = catalog.revision(), catalog.documents(), new.unsettled()
+    before = catalog.revision(), catalog.documents(), new.unsettled_documents()
     for act in (
         lambda: old.begin([document("b")]),
         lambda: old.publish([row]),
-        lambda: old.retire([row]),
+        lambda: old.mark_as_deleting([row]),
         lambda: old.forget([row]),
         lambda: old.describe({row: ({}, [])}),
         lambda: old.rename({row: "c"}),
@@ -135,7 +135,7 @@ def test_an_older_writer_can_commit_no_more(opener: Opener, document: Make) -> N
     ):
         with pytest.raises(FencedError):
             act()
-    assert (catalog.revision(), catalog.documents(), new.unsettled()) == before
+    assert (catalog.revision(), catalog.documents(), new.unsettled_documents()) == before
     assert catalog.settings() is None
     assert new.begin([document("b", tokens=1)])[0].start == 5
 

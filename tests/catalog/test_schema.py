@@ -52,9 +52,9 @@ def upgrade() -> None:
 def next_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the package had one migration more, in a folder whose name has a %."""
     folder = tmp_path / "100%" / "migrations"
-    shutil.copytree(schema.script_location(), folder)
+    shutil.copytree(schema.find_migrations_folder(), folder)
     (folder / "versions" / "9998_next.py").write_text(NEXT_MIGRATION)
-    monkeypatch.setattr(schema, "script_location", lambda: folder)
+    monkeypatch.setattr(schema, "find_migrations_folder", lambda: folder)
 
 
 def run(url: URL, *statements: str) -> None:
@@ -95,7 +95,7 @@ def describe_tables(url: URL) -> dict[str, Any]:
 
 def test_migrations_lead_to_the_tables_of_a_new_catalog(catalog_url: URL, create: Creator) -> None:
     configuration = Config()
-    configuration.set_main_option("script_location", str(schema.script_location()))
+    configuration.set_main_option("script_location", str(schema.find_migrations_folder()))
     engine = connect(catalog_url)
     with run_exclusive_transaction(engine) as connection:
         configuration.attributes["connection"] = connection
@@ -175,7 +175,7 @@ def test_an_upgrade_that_fails_changes_nothing(
     create(catalog_url).close()
     before = describe_tables(catalog_url)
     request.getfixturevalue("next_release")
-    failing = schema.script_location() / "versions" / "9998_next.py"
+    failing = schema.find_migrations_folder() / "versions" / "9998_next.py"
     failing.write_text(NEXT_MIGRATION + "    raise ZeroDivisionError\n")
     with pytest.raises(ZeroDivisionError):
         upgrade_catalog(catalog_url)
@@ -191,7 +191,7 @@ def test_a_store_that_was_pruned_is_refused_and_stays_as_it_is(
     writer = CatalogWriter(create(catalog_url))
     placed = writer.begin([document("a", "law"), document("b", "tax")])
     writer.publish([one.row for one in placed])
-    writer.retire([placed[1].row])
+    writer.mark_as_deleting([placed[1].row])
     writer.catalog.close()
     run(
         catalog_url,
@@ -263,8 +263,8 @@ def test_the_database_of_each_release_is_usable(asset: Path, tmp_path: Path, doc
     assert catalog.settings(["law"]) == {"k": 8}
 
     writer = CatalogWriter(catalog)
-    assert [(p.start, p.stop) for p in writer.unsettled()] == [(3, 7), (12, 18)]
-    writer.forget([placed.row for placed in writer.unsettled()])
+    assert [(p.start, p.stop) for p in writer.unsettled_documents()] == [(3, 7), (12, 18)]
+    writer.forget([placed.row for placed in writer.unsettled_documents()])
     (placed,) = writer.begin([document("a", "law", tokens=2)])
     assert placed.start == 18
     writer.publish([placed.row])

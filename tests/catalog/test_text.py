@@ -57,8 +57,8 @@ def test_awkward_text_comes_back(
         writer.save_settings([text], {"k": number})
         (found,) = catalog.documents(domain=text, id=text, tag=text)
         assert (found.id, found.domain, found.tags, found.metadata) == (text, text, (text,), {text: text})
-        assert catalog.labels([row]) == {row: (text, text)}
-        assert catalog.versions(text, [text])[text].row == row
+        assert catalog.ids_and_domains([row]) == {row: (text, text)}
+        assert catalog.stored_versions(text, [text])[text].row == row
         assert catalog.snapshot().domains[text] > 0
     assert [catalog.settings([text]) for text in AWKWARD] == [{"k": n} for n in range(len(AWKWARD))]
     assert [domain.name for domain in catalog.domains()] == sorted(AWKWARD)
@@ -77,13 +77,13 @@ def test_text_that_some_database_cannot_store_is_refused(
         lambda: catalog.documents(id=text),
         lambda: catalog.rows(domain=text),
         lambda: catalog.rows_by_tag([text]),
-        lambda: catalog.versions("law", [text]),
+        lambda: catalog.stored_versions("law", [text]),
     ):
         with pytest.raises(InputError) as caught:
             act()
         assert "\n" not in str(caught.value)
         assert len(str(caught.value)) < 200
-    assert writer.unsettled() == []
+    assert writer.unsettled_documents() == []
 
 
 @given(metadata=st.dictionaries(TEXT, JSON, max_size=3))
@@ -101,7 +101,7 @@ def test_metadata_that_is_not_json_is_refused(value: object, writer: CatalogWrit
         writer.begin([document("a", metadata={"v": value})])
     with pytest.raises(InputError, match="settings cannot be stored as JSON"):
         writer.save_settings([], {"v": value})
-    assert writer.unsettled() == []
+    assert writer.unsettled_documents() == []
 
 
 def test_settings_belong_to_a_set_of_domains(
@@ -122,7 +122,7 @@ def test_settings_belong_to_a_set_of_domains(
     assert catalog.settings(["law"]) == {"k": 3}
     assert catalog.settings(many) == {"k": 4}
     assert catalog.settings(["tax"]) is None
-    writer.retire(rows[1:])
+    writer.mark_as_deleting(rows[1:])
     writer.forget(rows[1:])
     assert catalog.settings(["law", "tax"]) is None
     assert catalog.settings(["law"]) == {"k": 3}

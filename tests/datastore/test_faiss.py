@@ -60,7 +60,9 @@ def test_a_filter_that_matches_one_small_segment_finds_its_neighbors(tmp_path: P
         for rows in (np.arange(120000), np.arange(120000, 129000)):
             store.add(rows, keys[rows], np.zeros(len(rows), np.int32))
             store.optimize()
-        sizes = [segment.rows for segments in store._segments.by_group().values() for segment in segments]
+        sizes = [
+            segment.rows for segments in store._segments.segments_by_group().values() for segment in segments
+        ]
         assert sorted(sizes) == [9000, 120000]
         found = store.search(queries, 500, where=Filter(IdRanges([(120000, 129000)])))
         assert (found.ids >= 120000).all()

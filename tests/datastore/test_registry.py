@@ -30,7 +30,7 @@ def _problem(name, distribution):
 
 
 def test_memory_is_found():
-    assert "memory" in registry.names()
+    assert "memory" in registry.list_adapters()
     assert registry.load("memory") is MemoryDatastore
     assert _problem("memory", "knnstore") is None
 
@@ -82,7 +82,7 @@ def test_unknown_name_gets_a_guess():
 def test_two_owners_of_a_name_conflict_only_when_it_is_loaded(install):
     install("red-vectors", "clash = red_vectors:A", "A = 1")
     install("blue-vectors", "clash = blue_vectors:B", "B = 1")
-    assert registry.names().count("clash") == 1
+    assert registry.list_adapters().count("clash") == 1
     assert registry.load("memory") is MemoryDatastore
     with pytest.raises(AdapterConflictError, match=r"(?=.*blue-vectors)(?=.*red-vectors)"):
         registry.load("clash")
@@ -107,7 +107,7 @@ def test_memory_is_not_replaced_silently(install):
 )
 def test_broken_plug_in_harms_no_other(install, source, reason):
     install("broken-vectors", "broken = broken_vectors:Broken", source)
-    assert {"broken", "memory"} <= set(registry.names())
+    assert {"broken", "memory"} <= set(registry.list_adapters())
     assert registry.load("memory") is MemoryDatastore
     with pytest.raises(AdapterLoadError, match=reason) as caught:
         registry.load("broken")
@@ -159,14 +159,14 @@ def test_of_two_copies_the_first_on_the_path_counts(install, tmp_path):
 
 def test_nothing_installed_says_how_to_install(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    assert registry.names() == []
+    assert registry.list_adapters() == []
     with pytest.raises(AdapterNotFoundError, match=r"not installed; run `pip install -e \.`"):
         registry.load("memory")
 
 
 def test_importing_the_package_loads_no_engine():
     script = (
-        "import sys, knnstore.datastore as d; d.registry.names();"
+        "import sys, knnstore.datastore as d; d.registry.list_adapters();"
         "print(sorted({'torch', 'faiss', 'sqlalchemy'} & set(sys.modules)))"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from knnstore.datastore import tokens_of
+from knnstore.datastore import tokens_from_ids
 from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError
 from knnstore.lm import FixedLambda, KNNLMForCausalLM, TokenTable
@@ -72,7 +72,7 @@ def definition(model, row, settings):
         nearest = np.argsort(squares)[: settings.k]
         weights = np.exp(-(squares[nearest] - squares.min()) / settings.temperature)
         knn = np.zeros(101)
-        np.add.at(knn, tokens_of(model.store.ids[nearest]), weights / weights.sum())
+        np.add.at(knn, tokens_from_ids(model.store.ids[nearest]), weights / weights.sum())
         mixed[at] = settings.mixer.lam * knn + (1 - settings.mixer.lam) * mixed[at]
         if at:
             share = settings.cache.lam

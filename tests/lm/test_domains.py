@@ -135,7 +135,7 @@ def test_only_domains_with_a_weight_are_searched_and_a_lost_one_is_reported_once
     given = KNNSettings(3, mixer=DomainWeights(("b", "c", "a"), (0.5, 0.2, 0.0)))
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            found = Neighbors.joined(
+            found = Neighbors.concatenate(
                 search_records(store, queries, replace(given, selection=Selection(tags=("t",))))
             )
     assert [selection.domains for selection in store.selections] == [("b",), ("c",)] * 2

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import knnstore
-from knnstore.datastore import positions_of, tokens_of
+from knnstore.datastore import positions_from_ids, tokens_from_ids
 from knnstore.errors import ConfigError, FingerprintMismatchError
 from knnstore.lm import CacheSettings, KNNLMForCausalLM, KNNSettings
 from knnstore.lm.keys import Joining, locate
@@ -244,7 +244,13 @@ def test_what_is_stored_is_searched_for(filled):
         projection = lm.key_encoder.projection
         kept = {}
         for ids, keys, _ in store.datastore.iterate():
-            kept.update(zip(positions_of(ids).tolist(), zip(tokens_of(ids), keys, strict=True), strict=True))
+            kept.update(
+                zip(
+                    positions_from_ids(ids).tolist(),
+                    zip(tokens_from_ids(ids), keys, strict=True),
+                    strict=True,
+                )
+            )
         tokens = lm.reader.tokens(TEXTS[0]).tolist()
         states, _ = states_of(lm.base, "transformer.h.1.mlp", [0, *tokens[:22]])
         expected = joined(states, [0.5, 0.35]) - projection.mean.numpy()

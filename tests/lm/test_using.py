@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import knnstore
-from knnstore.datastore import tokens_of
+from knnstore.datastore import tokens_from_ids
 from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError, FingerprintMismatchError, InputError, ReadOnlyError
 from knnstore.lm import CacheSettings, KNNSettings, NGramSettings, TokenTable
@@ -388,6 +388,6 @@ def test_half_precision_gives_nearly_the_same_keys(make_lm) -> None:
     found = []
     for dtype in ("float32", "bfloat16"):
         ids, keys, _ = next(make_lm({"d": [text]}, dtype=dtype).store.datastore.iterate())
-        found.append((tokens_of(ids), keys))
+        found.append((tokens_from_ids(ids), keys))
     assert np.array_equal(found[0][0], found[1][0])
     assert np.allclose(found[0][1], found[1][1], atol=0.1)

@@ -27,7 +27,7 @@ import numpy as np
 from knnstore import failpoints
 from knnstore.catalog import Identity, NewDocument
 from knnstore.datastore import registry
-from knnstore.datastore.records import tokens_of
+from knnstore.datastore.records import tokens_from_ids
 from knnstore.errors import KnnstoreError
 from knnstore.store import KNNStore
 
@@ -154,7 +154,7 @@ def contents(store: KNNStore) -> Contents:
     if parts:
         owners = np.repeat(np.arange(len(live)), [len(part) for _, part in parts])
         found = store.search(np.concatenate([keys for keys, _ in parts]), 1)
-        wrong = (tokens_of(found.ids[:, 0]) != tokens) | (found.distances[:, 0] > NEAR)
+        wrong = (tokens_from_ids(found.ids[:, 0]) != tokens) | (found.distances[:, 0] > NEAR)
         assert not wrong.any(), f"not whole: {[list(live)[at] for at in np.unique(owners[wrong])]}"
         places = [source and (source.domain, source.document) for source in store.provenance(found.ids[:, 0])]
         assert places == [list(live)[at] for at in owners], "wrong source"

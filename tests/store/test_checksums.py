@@ -16,7 +16,7 @@ PRECISIONS = {"float32": np.float32, "float16": np.float16}
 def stored_checksums(home: Path) -> dict[int, str]:
     catalog = Catalog.open(Home.open(home).catalog_url)
     try:
-        return catalog.checksums()
+        return catalog.key_checksums()
     finally:
         catalog.close()
 

@@ -229,7 +229,7 @@ def test_a_removal_that_was_left_half_done_is_finished_first(tmp_path: Path) -> 
         gone = needles(store, "b")
         writing = store._changes
         assert writing
-        writing.writer.retire(store._catalog.rows(id="id-b"))  # the rest found no room
+        writing.writer.mark_as_deleting(store._catalog.rows(id="id-b"))  # the rest found no room
         store.erase()
         is_whole(store, "a")
         assert seen(gone, home) == {}

@@ -10,7 +10,7 @@ import pytest
 
 from knnstore.catalog import Catalog, CatalogWriter, NewDocument
 from knnstore.datastore import IdRanges
-from knnstore.datastore.records import tokens_of
+from knnstore.datastore.records import tokens_from_ids
 from knnstore.errors import (
     AmbiguousDocumentError,
     ConfigError,
@@ -53,7 +53,7 @@ def test_search_agrees_with_numpy_over_what_is_selected(store, writer) -> None:
         distances, expected = nearest(keys, tokens, query[0], 30)
         n = len(distances)
         assert found.distances[0, :n] == pytest.approx(distances, rel=1e-4)
-        assert tokens_of(found.ids[0, :n]).tolist() == expected
+        assert tokens_from_ids(found.ids[0, :n]).tolist() == expected
         assert (found.ids[0, n:] == -1).all()
         assert np.isinf(found.distances[0, n:]).all()
 
@@ -106,7 +106,10 @@ def test_records_are_read_of_what_is_selected_but_for_some_documents(store, writ
     assert store.lengths() == {first: 20, second: 20, second + 1: 7}
     assert store.text(second).tolist() == writer.tokens["law", "2"].tolist()
     batches = list(store.records(law, without=[first], batch_size=15))
-    assert np.concatenate([tokens_of(batch.ids) for batch in batches]).tolist() == store.text(second).tolist()
+    assert (
+        np.concatenate([tokens_from_ids(batch.ids) for batch in batches]).tolist()
+        == store.text(second).tolist()
+    )
     assert np.array_equal(np.concatenate([batch.keys for batch in batches]), writer.keys["law", "2"])
     with pytest.raises(DomainNotFoundError):
         next(store.records(Selection(domains=("tax",))))
@@ -149,7 +152,7 @@ def test_removing_documents_and_domains_leaves_nothing_of_them(store, writer) ->
     assert [d.id for d in store.documents()] == ["2"]
     assert [d.name for d in store.domains()] == ["law"]
     found = store.search(writer.keys["news", "3"], 100)
-    assert set(tokens_of(found.ids[found.ids >= 0])) <= set(writer.tokens["law", "2"])
+    assert set(tokens_from_ids(found.ids[found.ids >= 0])) <= set(writer.tokens["law", "2"])
     assert store.verify() == []
     with pytest.raises(DomainNotFoundError, match="the domains are: law"):
         store.remove_domain("news")
@@ -372,9 +375,9 @@ def test_verify_misses_not_one_record(home, identity, writer_of, has_prefix) -> 
         ids = np.concatenate([ids for ids, _, _ in store.datastore.iterate()])
         if not has_prefix:  # then a first token has no record
             assert len(store.verify()) == 2
-            store.datastore.delete(IdRanges.of_ids(ids[[0, 20]]))
+            store.datastore.delete(IdRanges.from_ids(ids[[0, 20]]))
         assert store.verify() == []
-        store.datastore.delete(IdRanges.of_ids(ids[25:26]))
+        store.datastore.delete(IdRanges.from_ids(ids[25:26]))
         (problem,) = store.verify()
         assert "'2' of domain 'law'" in problem
 
@@ -399,7 +402,7 @@ def test_a_writer_that_lost_the_store_takes_its_records_back(store, writer) -> N
     catalog = Catalog.open(store.home.catalog_url)
     with pytest.raises(FencedError), store.ingest([new := writer._new("law", "2", 20)]) as group:
         other = CatalogWriter(catalog)
-        other.forget([document.row for document in other.unsettled()])  # as it recovers
+        other.forget([document.row for document in other.unsettled_documents()])  # as it recovers
         writer.put(group, 0, new)
     assert store.datastore.count() == 20
     assert store.verify() == []

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from knnstore.checks import printable
+from knnstore.checks import escape_unprintable
 from knnstore.cli.fits import build_fit_row, format_fits_table
 from knnstore.cli.inputs import AnyDocuments
 from knnstore.cli.logs import LOG
@@ -388,7 +388,7 @@ def _drop_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> Non
             store.save_settings(SavedSettings(trained=saved.trained), scope_domains)
     where = ", ".join(scope_domains) or "the whole store"
     message = f"deleted the settings saved for {where}" if has_saved else f"no settings are saved for {where}"
-    print_result({"reset": has_saved, "domains": scope_domains}, printable(message), as_json=as_json)
+    print_result({"reset": has_saved, "domains": scope_domains}, escape_unprintable(message), as_json=as_json)
 
 
 def _shorten_value(value: Any) -> Any:

@@ -165,7 +165,7 @@ class SegmentFiles:
         current_entries = {entry.name: entry for entries in groups.values() for entry in entries}
         removed_names = {name for name, entry in old_entries.items() if current_entries.get(name) != entry}
         new_entries = [entry for name, entry in current_entries.items() if old_entries.get(name) != entry]
-        manifest = self.manifest.changed(removed_names, new_entries, self._write_part)
+        manifest = self.manifest.replace_segments(removed_names, new_entries, self._write_part)
         manifest = replace(manifest, next_number=self._next_number)
         failpoint("segments.publish")
         manifest.write(self._root)
@@ -299,7 +299,7 @@ def write_digests(root: Path, segment: Segment) -> None:
     """
     columns = segment.columns
     if segment.entry and isinstance(columns, MappedColumns) and columns.keys_file.lacks_digests:
-        publish(root / segment.entry.digests, columns.digests(), "digests")
+        publish(root / segment.entry.digests, columns.compute_block_digests(), "digests")
         columns.keys_file.lacks_digests = False
 
 

@@ -43,7 +43,7 @@ class SegmentIndex(Protocol):
         No search may run during the call.
         """
 
-    def matching(self, ids: IdRanges | None) -> Any:
+    def select_records(self, ids: IdRanges | None) -> Any:
         """Select records of the segment for a search. Deleted and replaced records are never selected.
 
         Args:
@@ -60,7 +60,7 @@ class SegmentIndex(Protocol):
         Args:
             queries: query vectors, float32, shape (q, dim), q >= 1.
             k: number of neighbors, >= 1.
-            matching: the selected records, a result of the method `matching`; at least one record.
+            matching: the selected records, a result of the method `select_records`; at least one record.
 
         Returns:
             Record ids and distances, each of shape (q, k), nearest first. If fewer than k records are
@@ -164,7 +164,9 @@ class GroupIndex:
 
         Segments with an index are searched approximately, all other records exactly.
         """
-        indexes_with_rows = [(index, rows) for index in self._indexes if (rows := index.matching(ids)).size]
+        indexes_with_rows = [
+            (index, rows) for index in self._indexes if (rows := index.select_records(ids)).size
+        ]
         if not indexes_with_rows or len(queries) == 0:
             return self._exact.search(queries, k, ids)
         exact_rows = self._exact.count(ids)
@@ -182,7 +184,7 @@ class GroupIndex:
                 is_incomplete |= part.distances[:, -1] <= neighbors.distances[:, -1]
         repeated_queries = np.flatnonzero(is_incomplete)
         if len(repeated_queries):
-            parts = [part.rows(repeated_queries) for part in exact_parts]
+            parts = [part.select_rows(repeated_queries) for part in exact_parts]
             parts += [
                 index.search(queries[repeated_queries], k, matching) for index, matching in indexes_with_rows
             ]
@@ -272,14 +274,14 @@ class GroupSearches:
             try:
                 return self._search_once(groups, search, create)
             except CorruptDatastoreError:
-                damage = len(self._segments.damaged())
+                damage = len(self._segments.list_damaged_parts())
                 if damage == known_damage:
                     raise
                 known_damage = damage
 
     def close(self) -> None:
         """Close the datastore directory and drop all `GroupSearch` objects. Waits for running searches."""
-        with self._lock.writing():
+        with self._lock.write_lock():
             self._searches, self._current_segments = {}, {}
             self._segments.close()
 
@@ -292,13 +294,13 @@ class GroupSearches:
         """Update the `GroupSearch` objects if needed, call `search` with them, and return its result."""
         was_updated = False
         while True:
-            with self._lock.reading():
+            with self._lock.read_lock():
                 # Update at most once: a busy writer must not delay a search for ever.
-                if (was_updated or self._segments.by_group() is self._current_segments) and self._are_current(
-                    groups
-                ):
+                if (
+                    was_updated or self._segments.segments_by_group() is self._current_segments
+                ) and self._are_current(groups):
                     return search([self._searches[group] for group in self._select_groups(groups)])
-            with self._lock.writing():
+            with self._lock.write_lock():
                 self._update_searches(groups, create)
             was_updated = True
 
@@ -341,7 +343,7 @@ class GroupSearches:
         """
         while True:
             # Read the newest segments again: another thread may have updated meanwhile.
-            self._current_segments = self._segments.by_group()
+            self._current_segments = self._segments.segments_by_group()
             for group in self._searches.keys() - self._current_segments.keys():
                 del self._searches[group]
             with suppress(FileNotFoundError):  # a writer replaced an index while a reader opened it
@@ -366,7 +368,7 @@ class ReadersWriterLock:
         self._written = False
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
+    def read_lock(self) -> Iterator[None]:
         """Hold the lock during the ``with`` block, together with other reading threads.
 
         First waits until no thread holds the lock for writing, and no thread waits to write.
@@ -384,7 +386,7 @@ class ReadersWriterLock:
                     self._changed.notify_all()
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
+    def write_lock(self) -> Iterator[None]:
         """Hold the lock during the ``with`` block, while no other thread holds it.
 
         First waits until no other thread holds the lock for reading or writing.

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from knnstore.datastore.arrays import Metric
-from knnstore.datastore.embedded.codecs import CodesEntry, checked_kind, code_size
+from knnstore.datastore.embedded.codecs import CodesEntry, code_size, validate_kind
 from knnstore.datastore.embedded.mapped import MappedFile
 from knnstore.datastore.embedded.packed_ids import packed_size
 from knnstore.datastore.records import ID_LIMIT
@@ -232,7 +232,7 @@ class Manifest:
         names = {name for entry in self.segments for name in entry.file_names()}
         return names.union(part.file.name for part in self.parts)
 
-    def changed(
+    def replace_segments(
         self,
         removed_names: Set[str],
         added_entries: Iterable[SegmentEntry],
@@ -361,7 +361,7 @@ def _parse_segment(entry: dict[str, Any], dim: int) -> SegmentEntry:
         ids=StoredFile(**entry.pop("ids")),
         dead=tuple((start, stop) for start, stop in entry.pop("dead")),
         index=index and IndexEntry(StoredFile(**index["file"]), index["parameters"]),
-        codes=codes and CodesEntry(checked_kind(codes["kind"]), StoredFile(**codes["file"])),
+        codes=codes and CodesEntry(validate_kind(codes["kind"]), StoredFile(**codes["file"])),
         **entry,
     )
     # No name may lead out of the folder, and no value of a wrong type may be used later.

@@ -57,12 +57,12 @@ class SegmentReader:
         self._parts: tuple[ManifestPart, ...] = ()
         self._groups: Mapping[int, Group] = {}
         self._damaged_segments: dict[StoredFile, int] = {}  # damaged segments; see `MappedColumns`
-        # The last result of `by_group`, after the groups and the damage that it was made for.
+        # The last result of `segments_by_group`, after the groups and the damage that it was made for.
         self._sound: tuple[Mapping[int, Group], dict[StoredFile, int], Mapping[int, Group]] = ({}, {}, {})
         self._hashed: set[StoredFile] = set()
         self._logged_problems: set[str] = set()  # problems that were logged
 
-    def by_group(self) -> Mapping[int, Group]:
+    def segments_by_group(self) -> Mapping[int, Group]:
         """Return the segments of each group by group number, without segments that are known to be damaged.
 
         A segment is a set of immutable files with records of one group. If the directory is open for reading
@@ -81,15 +81,15 @@ class SegmentReader:
             self._sound = groups, damage, sound
         return sound
 
-    def readable(self) -> Group:
+    def list_readable_segments(self) -> Group:
         """Return the segments (immutable sets of records) of all groups, without known damaged segments."""
-        return tuple(chain.from_iterable(self.by_group().values()))
+        return tuple(chain.from_iterable(self.segments_by_group().values()))
 
     def snapshot(self) -> Group:
         """Return the segments (immutable sets of records) of all groups, damaged segments included."""
         return tuple(chain.from_iterable(self._get_current_groups().values()))
 
-    def damaged(self) -> list[DamagedPart]:
+    def list_damaged_parts(self) -> list[DamagedPart]:
         """Return a report on each segment that is known to be damaged; empty if no segment is.
 
         The files are not read to look for damage; `verify` does that.
@@ -129,7 +129,9 @@ class SegmentReader:
         Raises:
             CorruptDatastoreError: a segment turns out to be damaged. The next call leaves this segment out.
         """
-        for batch_ids, keys, groups in merge_records(self.readable(), ids=ids, batch_size=batch_size):
+        for batch_ids, keys, groups in merge_records(
+            self.list_readable_segments(), ids=ids, batch_size=batch_size
+        ):
             yield np.array(batch_ids), keys.astype(np.float32, copy=False), groups
 
     def is_intact(self, file: StoredFile) -> bool:

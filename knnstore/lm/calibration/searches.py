@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from knnstore.datastore import tokens_of
+from knnstore.datastore import tokens_from_ids
 from knnstore.documents import TextDocument
 from knnstore.lm.calibration.evidence import GridEvidence, choose_temperatures, compute_grid_evidence
 from knnstore.lm.calibration.fits import DomainEvidence
@@ -186,7 +186,7 @@ class FurtherSearches:
                 neighbors = self.store.search(reading.keys[tokens].numpy(), k, reached)
                 distances = torch.from_numpy(neighbors.distances)
                 found = distances[:, 0].isfinite()
-                hits = torch.from_numpy(tokens_of(neighbors.ids)) == reading.targets[tokens, None]
+                hits = torch.from_numpy(tokens_from_ids(neighbors.ids)) == reading.targets[tokens, None]
                 yield tokens[found], NeighborSums(distances[found], hits=hits[found])
                 self._progress_bar.advance(len(tokens))
         self._progress_bar.finish()

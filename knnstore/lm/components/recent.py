@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from knnstore.checks import check_numbers, convert_scalars
-from knnstore.datastore import Metric, pairwise
+from knnstore.datastore import Metric, pairwise_distances
 from knnstore.errors import ConfigError
 from knnstore.lm.components.component import Citations, Form, Place, Question
 from knnstore.lm.components.ngrams import NGramFitting, NGramSettings, TargetContinuation
@@ -316,7 +316,7 @@ def look_back(
         rows = slice(done, done + count)
         first = max(0, int(at[done]) - width)
         reached = keys[first : int(at[done + count - 1]) + 1]
-        compared = pairwise(keys[at_device[rows]], reached, metric)
+        compared = pairwise_distances(keys[at_device[rows]], reached, metric)
         distances[rows] = compared.gather(1, (before[rows] - first).clamp(min=0))
         done += count
     distances.masked_fill_(before < starts_device[:, None], torch.inf)

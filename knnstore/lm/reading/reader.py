@@ -13,7 +13,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from knnstore.documents import FIELDS, PAIR_FIELDS, Fields, OnBad, Origin, TextDocument, documents_of
+from knnstore.documents import (
+    FIELDS,
+    PAIR_FIELDS,
+    Fields,
+    OnBad,
+    Origin,
+    TextDocument,
+    convert_rows_to_documents,
+)
 from knnstore.errors import ConfigError, InputError, UnusableDocumentError
 from knnstore.lm.reading.encoder import Encoder
 from knnstore.lm.reading.token_text import TokenTexts, decode_tokens, get_token_letters, named_panics
@@ -49,8 +57,8 @@ class DocumentTokenizer:
         return () if self.max_source is None else (int(self.tokenizer.eos_token_id),)
 
     def read(self, rows: Iterable[object], on_bad: OnBad | None = None) -> Iterator[TextDocument]:
-        """Convert rows to documents, with sources if documents are pairs; see `documents_of`."""
-        return documents_of(rows, fields=self.fields, on_bad=on_bad)
+        """Convert rows to documents, with sources if documents are pairs; see `convert_rows_to_documents`."""
+        return convert_rows_to_documents(rows, fields=self.fields, on_bad=on_bad)
 
     def tokenize(self, texts: list[str]) -> list[NDArray[np.uint32]]:
         """Return the token ids that are stored for each text, uint32, shapes (n_i,).

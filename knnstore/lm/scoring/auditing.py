@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knnstore.documents import documents_of
+from knnstore.documents import convert_rows_to_documents
 from knnstore.errors import ConfigError, InputError
 from knnstore.lm.mixture import mixture_of
 from knnstore.lm.scoring.token_scores import score_texts
@@ -113,7 +113,7 @@ def audit(
     settings, reader = resolve(lm.store, knn or lm.knn), lm.reader
     if reader.reads_pairs:
         raise ConfigError("an audit needs a causal model, but this is an encoder-decoder model")
-    listed, rng = list(documents_of(documents)), np.random.default_rng(seed)
+    listed, rng = list(convert_rows_to_documents(documents)), np.random.default_rng(seed)
     texts = reader.tokenized(listed)
     long_enough = [number for number, tokens in enumerate(texts) if len(tokens) > 2]
     if not long_enough:

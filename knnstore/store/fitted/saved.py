@@ -193,7 +193,7 @@ def drop_settings_of_removed(writer: "CatalogWriter") -> None:
     drop_damaged_settings(writer)  # nobody can tell what they were fitted on
     all_settings, snapshot = load_all_settings(catalog), catalog.snapshot()
     fitted_on = {content for settings in all_settings.values() for content in settings.fitted_on}
-    removed = catalog.retired_content() & fitted_on
+    removed = catalog.retired_content_hashes() & fitted_on
     removed -= catalog.rows_by_content(removed).keys()  # a duplicate stays
     for domains, settings in all_settings.items():
         remaining = settings.drop_if_outdated(snapshot, removed)

@@ -24,7 +24,7 @@ from safetensors.numpy import save
 
 from knnstore.durable import publish, read_file, remove, sync_directory
 from knnstore.errors import ConfigError, CorruptWeightsError
-from knnstore.space import medium_errors
+from knnstore.space import convert_disk_errors
 
 _METADATA = "knnstore"  # one entry, since the order of several would not be the same each time
 
@@ -95,7 +95,7 @@ def save_weights(folder: Path, weights: Weights) -> str:
     """
     content = weights.encode()
     name = name_file(content)
-    with medium_errors(folder):
+    with convert_disk_errors(folder):
         _write_if_missing(folder, name, content)
     return name
 

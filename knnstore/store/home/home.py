@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from knnstore.catalog import URL, mask_password, parse_url, sqlite_url, without_password
+from knnstore.catalog import URL, mask_password, parse_url, remove_password, sqlite_url
 from knnstore.durable import NoFileError, WriterLock, publish, read_file
 from knnstore.errors import ConfigError, StoreNotFoundError
 from knnstore.secret_files import read_secret
@@ -109,7 +109,7 @@ class Home:
 
     def write(self) -> None:
         """Write the description file durably: the format, and the catalog's URL without its password."""
-        saved = None if self.has_catalog else without_password(self.catalog_url)
+        saved = None if self.has_catalog else remove_password(self.catalog_url)
         description = json.dumps({"format": FORMAT, "catalog": saved}, indent=2)
         publish(self.path / DESCRIPTION, description.encode() + b"\n", "home")
 
@@ -197,7 +197,7 @@ class Home:
             ConfigError: if the two URLs differ in more than the password, or `user_url` is not valid.
         """
         parsed = parse_url(user_url)
-        if without_password(parsed) != without_password(url):
+        if remove_password(parsed) != remove_password(url):
             raise ConfigError(
                 f"the store's catalog is {mask_password(url)}, but {CATALOG_VARIABLE} names another, "
                 f"{mask_password(parsed)}: unset it, or choose the store of that catalog with --home"

@@ -78,7 +78,7 @@ class Owner:
     @classmethod
     def of(cls, catalog: Catalog) -> Self:
         """Return the owner that stands for the store of a catalog."""
-        return cls(catalog.store_id, *catalog.database())
+        return cls(catalog.store_id, *catalog.identify_database())
 
     @classmethod
     def parse(cls, text: str) -> Self:

@@ -26,10 +26,10 @@ from typing import Self
 from uuid import uuid4
 
 from knnstore.catalog import KEYLESS, Catalog, Engine, Identity, render_location
-from knnstore.datastore import TOKEN_LIMIT, checked_kind, registry
+from knnstore.datastore import TOKEN_LIMIT, registry, validate_kind
 from knnstore.durable import NoFileError, publish, read_file, sync_directory
 from knnstore.errors import ConfigError, LockedError, StoreExistsError, StoreNotFoundError
-from knnstore.space import medium_errors
+from knnstore.space import convert_disk_errors
 from knnstore.store.fitted import Weights, save_weights
 from knnstore.store.home.home import Home
 from knnstore.store.home.key_places import KeyOwner, Owner, Place, exists_and_is_not_empty
@@ -203,7 +203,7 @@ def make_store(
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     home = Home.new(unfinished, catalog)
     outside = _locate_outside(home, engine, folder)
-    with medium_errors(unfinished), lock_new_folder(unfinished):
+    with convert_disk_errors(unfinished), lock_new_folder(unfinished):
         # 1) Check that the places are free, unless an interrupted creation has begun to use them.
         _check_absent(folder)
         creation = Creation.read(unfinished)
@@ -263,7 +263,7 @@ def check_new(home: str | os.PathLike[str], adapter: str, codes: str | None = No
     """
     _check_absent(Path(home).resolve())
     if codes not in (None, "auto", "none"):
-        checked_kind(codes)
+        validate_kind(codes)
     if adapter != KEYLESS:
         registry.load(adapter)
 

@@ -20,7 +20,7 @@ from knnstore.datastore import (
     Keys,
     Metric,
     SupportsOptimize,
-    pairwise,
+    pairwise_distances,
 )
 from knnstore.errors import DatastoreError
 from knnstore.failpoints import failpoint
@@ -168,7 +168,7 @@ def _delete_unwanted(target: Datastore, start: int, stop: int, wanted: Ids) -> I
     """
     id_batches = [batch[0] for batch in target.iterate(ids=IdRanges([(start, stop)]))]
     ids = np.concatenate(id_batches) if id_batches else np.empty(0, np.int64)
-    target.delete(IdRanges.of_ids(ids[~np.isin(ids, wanted)]))
+    target.delete(IdRanges.from_ids(ids[~np.isin(ids, wanted)]))
     return ids
 
 
@@ -323,7 +323,9 @@ class _NearestDistances:
     def add(self, keys: Keys) -> None:
         """Compare the queries with further keys, float32, shape (n, dim)."""
         if self.k:
-            both = np.concatenate([self._distances, pairwise(self._queries, keys, self._metric)], axis=1)
+            both = np.concatenate(
+                [self._distances, pairwise_distances(self._queries, keys, self._metric)], axis=1
+            )
             self._distances = np.partition(both, self.k - 1, axis=1)[:, : self.k]
 
     def bounds(self) -> Distances:

@@ -25,7 +25,7 @@ from typing import Any, Self
 
 from knnstore.catalog import Catalog, CatalogWriter, Engine
 from knnstore.checks import check_json
-from knnstore.datastore import Datastore, SupportsBeside, registry
+from knnstore.datastore import Datastore, SupportsCopyParams, registry
 from knnstore.durable import publish, read_file, sync_directory
 from knnstore.errors import (
     ConfigError,
@@ -36,7 +36,7 @@ from knnstore.errors import (
 )
 from knnstore.failpoints import failpoint
 from knnstore.progress import Progress
-from knnstore.space import medium_errors
+from knnstore.space import convert_disk_errors
 from knnstore.store.current import Current
 from knnstore.store.home import Home, KeyOwner, Place, exists_and_is_not_empty
 from knnstore.store.relocation.copying import GIVE_UP, Transferred, transfer
@@ -125,7 +125,7 @@ class MovePlan:
 
     def write(self, home: Home) -> None:
         """Save this state of the unfinished move in the store's folder, durably."""
-        with medium_errors(home.path):
+        with convert_disk_errors(home.path):
             publish(home.path / _FILE_NAME, json.dumps(asdict(self)).encode(), "move")
 
     @staticmethod
@@ -161,12 +161,12 @@ def choose_copy_engine(home: Home, engine: Engine, *, begun: Engine | None) -> E
     """
     if "://" in engine.location:
         adapter = registry.load(engine.adapter)
-        if not issubclass(adapter, SupportsBeside):
+        if not issubclass(adapter, SupportsCopyParams):
             raise ConfigError(
                 f"the adapter {engine.adapter} cannot choose a place for a copy at {engine.location}: move "
                 "the keys elsewhere with `knnstore move`, which removes the old ones"
             )
-        elsewhere = adapter.beside(engine.location, **engine.params)
+        elsewhere = adapter.choose_copy_params(engine.location, **engine.params)
         return replace(engine, params={**engine.params, **elsewhere})
     if begun is not None and begun == replace(engine, location=begun.location):
         return begun
@@ -330,7 +330,7 @@ class Relocation:
         # 1) Copy the records, and compare the copy.
         source = self._current.datastore
         check_undamaged(self._catalog, source, _UNCHANGED)
-        snapshot, stored = self._current.view().snapshot, self._catalog.checksums()
+        snapshot, stored = self._current.view().snapshot, self._catalog.key_checksums()
         copy = self._open_target(target, source.count(), progress)
         try:
             source_checksums, target_checksums = (

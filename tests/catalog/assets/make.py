@@ -28,7 +28,7 @@ def main(path: str) -> None:
     documents = [document("a", "law", 3, "x", "y"), document("b", "law", 4), document("c", "tax", 5, "x")]
     a, b, c = (placed.row for placed in writer.begin(documents))
     writer.publish([a, b, c])
-    writer.retire([b])
+    writer.mark_as_deleting([b])
     writer.begin([document("pending", "tax", 6)])
     writer.save_settings([], {"k": 64})
     writer.save_settings(["law"], {"k": 8})
