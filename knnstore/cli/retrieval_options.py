@@ -140,8 +140,8 @@ class Query:
         settings = resolve(store, self._build_overrides(selection))
         for name in find_outdated_components(store, selection) if self.lam is None else ():
             print_message(
-                f"warning: the component {escape_unprintable(name)} in these settings was trained on documents "
-                "that were removed or replaced since, and is left out: train it again"
+                f"warning: the component {escape_unprintable(name)} in these settings was trained on "
+                "documents that were removed or replaced since, and is left out: train it again"
             )
         if None in (self.k, self.temperature, self.lam):
             self._print_calibration(store, settings)
