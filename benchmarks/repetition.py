@@ -47,7 +47,7 @@ def measure(lm: KNNLMForCausalLM, parts: Parts, settings: KNNSettings) -> dict[s
     """Continue the beginnings of the documents of `test` in each way."""
     begun = Beginnings.from_documents(lm.reader, parts["test"])
     everything = replace(settings, scoring_only=())
-    sides = {name: everything.without(*left) for name, left in WITHOUT.items()}
+    sides = {name: everything.without_components(*left) for name, left in WITHOUT.items()}
     left_out = set(settings.scoring_only)
     of_writing = next((name for name, left in WITHOUT.items() if set(left) == left_out), "writing")
     if settings.model_generates_alone:
@@ -85,7 +85,7 @@ def beginnings(texts: Sequence[TextDocument], tokens: int, lm: KNNLMForCausalLM)
 
 def shown(found: Repeated) -> dict[str, Any]:
     """Return the means."""
-    means = found.means("")
+    means = found.mean_shares("")
     return {
         "continuations": means.continuations,
         "distinct_bigrams": round(means.distinct_bigrams, DIGITS),

@@ -185,7 +185,8 @@ class Members:
     ) -> Neighbors:
         """Replace each found node by its allowed rows, and return the first k rows of each query.
 
-        This is the slow path of `nearest`, for nodes that have no allowed row or several rows.
+        This is the slow path of `convert_nodes_to_neighbors`, for nodes that have no allowed row or several
+        rows.
 
         Args:
             nodes: numbers of the nodes found for each query, nearest first, shape (q, f).

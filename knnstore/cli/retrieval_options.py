@@ -214,7 +214,7 @@ class Query:
         has_option = any(value is not None for value in vars(self).values())
         return (
             not has_option
-            and CalibrationRecord.of(store, selection) is None
+            and CalibrationRecord.for_selection(store, selection) is None
             and store.record_count(selection) > 0
         )
 
@@ -225,7 +225,7 @@ class Query:
         """
         from knnstore.lm import CalibrationRecord
 
-        record = CalibrationRecord.of(store, settings.selection)
+        record = CalibrationRecord.for_selection(store, settings.selection)
         if record is None:
             return
         scope = escape_unprintable(", ".join(record.domains)) or "the whole store"
@@ -242,9 +242,9 @@ class Query:
         )
         if record.is_stale(store):
             print_message(
-                f"warning: these settings are stale: the store has {record.growth(store):.2f} times as many "
-                f"records as when they were fitted, and {record.gone(store):.0%} of the documents were "
-                "removed; run knnstore calibrate again"
+                f"warning: these settings are stale: the store has {record.record_growth(store):.2f} times as "
+                f"many records as when they were fitted, and {record.removed_share(store):.0%} of the documents "
+                "were removed; run knnstore calibrate again"
             )
 
 

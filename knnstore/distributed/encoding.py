@@ -136,7 +136,7 @@ class ShardEncoder:
         identity = folder.identity
         base, tokenizer = load_model(model or identity.model, device=device, dtype=dtype)
         check_matches(base, tokenizer if identity.is_paired else None, identity)
-        self._encoder = Encoder.of(base, folder)
+        self._encoder = Encoder.for_store(base, folder)
         self._reader = TextReader(self._encoder, tokenizer, identity.max_length, identity.stride)
         self._folder = folder
 
@@ -188,7 +188,7 @@ class ShardEncoder:
             sources=sources,
         )
         for batch in batches:
-            computed = self._encoder.keys(batch.input_ids, batch.at, batch.source).cpu().numpy()
+            computed = self._encoder.compute_keys(batch.input_ids, batch.at, batch.source).cpu().numpy()
             self._encoder.check_once(batch.input_ids, batch.source)
             with np.errstate(over="ignore"):
                 rounded = computed.astype(plan.dtype)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knnstore.errors import ConfigError
-from knnstore.lm.reading import max_length_of
+from knnstore.lm.reading import read_max_length
 from knnstore.lm.settings import KNNSettings
 from knnstore.store import Draft, NGramCounts, Reader, draft_from
 
@@ -211,7 +211,7 @@ def limit_drafts(config: Any, lengths: Sequence[int], most: Sequence[int]) -> li
         most: the largest number of tokens of a draft that each text can use.
     """
     try:
-        room = max_length_of(config) - 1 - max(lengths)
+        room = read_max_length(config) - 1 - max(lengths)
     except ConfigError:  # the model has no last position
         return list(most)
     return [min(limit, room) for limit in most]

@@ -266,7 +266,7 @@ def _join(texts: Sequence[TextState], states: Tensor, is_text: NDArray[np.bool_]
     before = torch.stack([text.last_states(count, states) for text in texts])
     all_states = torch.cat([before, states], 1)
     if is_text.all():
-        return joining.after(all_states)
+        return joining.join_states(all_states)
     back = np.arange(count, 0, -1)
     is_known = back <= np.array([text.length for text in texts])[:, None]
     attended = torch.from_numpy(np.concatenate([is_known, is_text], 1)).to(states.device)

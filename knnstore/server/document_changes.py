@@ -152,7 +152,7 @@ class _TurnEncoder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._encoder, name)
 
-    def keys(
+    def compute_keys(
         self, input_ids: NDArray[np.int64], at: NDArray[np.int64], source: SourceBatch | None = None
     ) -> Tensor:
         """Return the keys of some positions of texts, computed in the engine's thread.
@@ -173,7 +173,7 @@ class _TurnEncoder:
             engine can generate text). Other texts take one turn.
             """
             if len(input_ids) > 1 or input_ids.shape[1] <= _TURN_TOKENS or source is not None:
-                return self._encoder.keys(input_ids, at, source)
+                return self._encoder.compute_keys(input_ids, at, source)
             encoded = yield from self._encoder.encode_in_parts(input_ids, at, _TURN_TOKENS)
             return encoded.keys
 

@@ -386,7 +386,7 @@ class Serving:
             last = shown[-1]
             is_incomplete = "\ufffd" in self._token_texts.decode([last])
             if not (is_continued and (is_incomplete or self._token_texts.is_fallback_byte(last))):
-                return self._token_texts.pieces(shown), 0
+                return self._token_texts.decode_pieces(shown), 0
             detokenizer = Detokenizer(self._token_texts, special=True)
             texts = [piece.text for token in shown for piece in detokenizer.take(token)]
             unfinished = len(shown) - len(texts)

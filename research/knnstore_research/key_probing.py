@@ -34,8 +34,8 @@ from knnstore.lm.keys import (
     Joining,
     KeyCapture,
     KeyLocation,
+    count_layers,
     fit_projection,
-    layer_count,
     locate,
 )
 from knnstore.lm.mixing import Evidence, NeighborSums
@@ -103,7 +103,7 @@ def default_keys(model: PreTrainedModel) -> list[str]:
     Each place has one name.
     """
     names = [*LAYER_PLACES, *FINAL_PLACES]
-    if layer_count(model) > 1:
+    if count_layers(model) > 1:
         names += [f"{name}@-2" for name in LAYER_PLACES]
     found: dict[KeyLocation, str] = {}
     for name in names:
@@ -243,7 +243,10 @@ def _compute_keys(reader: TextReader, texts: Sequence[NDArray[np.uint32]]) -> Ke
 
     The tokens have the same order as in the result of `_capture_keys`.
     """
-    keys = [reader.encoder.keys(batch.input_ids, batch.at).cpu().numpy() for batch in reader.batches(texts)]
+    keys = [
+        reader.encoder.compute_keys(batch.input_ids, batch.at).cpu().numpy()
+        for batch in reader.batch_windows(texts)
+    ]
     return np.concatenate(keys)
 
 
@@ -282,7 +285,7 @@ def _capture_keys(
     encoder = reader.encoder
     parts: dict[str, list[Keys]] = {key: [] for key in places}
     gold, documents, log_probs = [], [], []
-    for batch in reader.batches(texts):
+    for batch in reader.batch_windows(texts):
         with ExitStack() as capturing:
             captures = {
                 key: capturing.enter_context(KeyCapture(encoder.model, place))
@@ -290,7 +293,7 @@ def _capture_keys(
             }
             states = encoder.encode(batch.input_ids, batch.at).states
         for key, capture in captures.items():
-            keys = capture.keys(*batch.input_ids.shape).flatten(0, 1)[batch.at]
+            keys = capture.take_keys(*batch.input_ids.shape).flatten(0, 1)[batch.at]
             batch_keys = keys.float().cpu().numpy()
             parts[key].append(convert_to_stored_precision(batch_keys) if half else batch_keys)
         gold.append(batch.gold)

@@ -92,9 +92,9 @@ def score_stored(store: Reader, reader: TextReader, selection: Selection) -> NDA
     """
     texts = [store.text(number) for number in store.lengths(selection)]
     documents, positions, log_probs = [], [], []
-    for batch in reader.batches(texts):
+    for batch in reader.batch_windows(texts):
         states = reader.encoder.encode(batch.input_ids, batch.at).states
-        log_probs.append(reader.encoder.gold_log_probs(states, batch.gold).cpu().numpy())
+        log_probs.append(reader.encoder.target_log_probs(states, batch.gold).cpu().numpy())
         documents.append(batch.documents)
         positions.append(batch.positions)
     order = np.lexsort((np.concatenate(positions), np.concatenate(documents)))

@@ -113,7 +113,7 @@ def test_the_mixture_is_that_of_the_definition(rows, lam) -> None:
     found = head.log_probs(keys).exp().double()
     torch.testing.assert_close(found, torch.from_numpy(expected), rtol=1e-5, atol=1e-7)
     gold = torch.tensor([6, 1, 2, 3, 0, 7, 6])
-    torch.testing.assert_close(head.gold_log_probs(keys, gold), head.log_probs(keys)[range(7), gold])
+    torch.testing.assert_close(head.target_log_probs(keys, gold), head.log_probs(keys)[range(7), gold])
     mixed = mix_log_probs(lm, head.log_probs(keys), lam).exp()
     expected = lam * expected + (1 - lam) * lm.double().exp().numpy()
     torch.testing.assert_close(mixed.double(), torch.from_numpy(expected), rtol=1e-5, atol=1e-7)
@@ -130,7 +130,7 @@ def test_training_finds_the_best_distribution_where_it_is_known() -> None:
     first = SubstituteHead(torch.zeros(1, vocabulary - 1, contexts), torch.arange(5), vocabulary)
 
     def loss(head: SubstituteHead) -> float:
-        return float(-head.gold_log_probs(block.keys.float(), block.tokens).mean())
+        return float(-head.target_log_probs(block.keys.float(), block.tokens).mean())
 
     best, epochs = fit_rows(
         first,
@@ -158,7 +158,7 @@ def test_it_stops_where_held_out_records_find_no_gain() -> None:
     best, epochs = fit_rows(
         first,
         [block],
-        lambda head: float(-head.gold_log_probs(torch.ones(3, 1), other).mean()),
+        lambda head: float(-head.target_log_probs(torch.ones(3, 1), other).mean()),
         records=300,
         epochs=3,
         learning_rate=0.1,
@@ -264,7 +264,7 @@ def test_it_goes_when_one_of_its_documents_goes(lm, substitute, change) -> None:
 @torch.no_grad()
 def test_forward_evaluation_and_explanation_give_the_mixture_by_hand(lm, substitute, lam) -> None:
     settings = using(substitute, k=16, temperature=3.0, lam=lam)
-    without = settings.without("substitute")
+    without = settings.without_components("substitute")
     ids = torch.tensor([[0, 9, 17, 33, 41, 9], [0, 12, 5, 58, 20, 7]])
     keys = lm.key_encoder.keys(ids, np.arange(ids.numel()))
     p_sub = torch.from_numpy(by_hand(load_head(lm.store, substitute), keys.numpy()))

@@ -43,7 +43,7 @@ def searched(lm, held_out=HELD_OUT, left_out=MappingProxyType({})) -> FurtherSea
 
 
 def visited(further: FurtherSearches, *probes: int) -> ScoredText:
-    return replace(further.scored, visited=further.with_probes(probes))
+    return replace(further.scored, visited=further.search_with_probes(probes))
 
 
 def ppl(log_probs: torch.Tensor) -> float:
@@ -78,9 +78,9 @@ def test_candidates_agree_with_the_evaluation(lm) -> None:
 @pytest.mark.slow
 def test_one_pass_over_cells_is_as_a_pass_for_each_number_of_them(lm) -> None:
     further = searched(lm)
-    together = further.with_probes([1, 2, 3, 7])
+    together = further.search_with_probes([1, 2, 3, 7])
     for probes, of in together.items():
-        alone = further.with_probes([probes])[probes]
+        alone = further.search_with_probes([probes])[probes]
         assert torch.equal(of.found, alone.found)
         torch.testing.assert_close(of.knn, alone.knn, atol=1e-5, rtol=1e-4)
     assert not torch.allclose(together[2].knn, together[3].knn, atol=1e-3)
@@ -119,7 +119,7 @@ def test_probes_are_chosen_on_the_beginnings_of_documents(lm, monkeypatch) -> No
         found = candidates._sample_beginnings(tokens)
         assert sample_tokens <= len(found) <= 1.2 * 500
         assert found.tolist() == sorted(set(found.tolist()))
-    few = replace(further.scored, visited=further.with_probes([2]))
+    few = replace(further.scored, visited=further.search_with_probes([2]))
     assert compare(few, fits={}, by_probes={1: 9.0, 2: 5.0}).chosen_probes == 2
 
 
@@ -173,7 +173,7 @@ def test_p_knn_on_a_grid_is_what_it_is_at_each_temperature() -> None:
         ),
     ]  # fmt: skip
     found = CellSums(cells, gold)
-    near, tokens = found.near(3)
+    near, tokens = found.find_nearest(3)
     of_two = torch.cat([cells[0].distances[0, 1], cells[1].distances[0, 0]])  # of query 2, in both cells
     least = of_two.sort()
     assert torch.equal(near[2], least.values[:3])

@@ -78,7 +78,7 @@ def test_the_nearest_are_the_nearest_of_all_cells(k: int) -> None:
     """Also where a query met fewer than k, or none, and where a distance is negative."""
     some, gold = cells(9), torch.zeros(QUERIES + 1, dtype=torch.int64)
     some = [one._replace(distances=one.distances - 30) for one in some]
-    distances, tokens = CellSums(some, gold).near(k)
+    distances, tokens = CellSums(some, gold).find_nearest(k)
     for query in range(QUERIES + 1):
         away, of_each = met_by(query, some)
         order = np.argsort(away)[:k]

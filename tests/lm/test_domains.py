@@ -79,7 +79,7 @@ def test_weights_and_temperatures_are_the_best_of_all():
     assert float(lam[0]) == pytest.approx(mixer.lambdas[0])
     assert float(lam[1]) == pytest.approx(sum(mixer.lambdas))
     half = torch.arange(600) < 300
-    assert fit_domains(evidence.only(half)).mixer.lambdas[0] > mixer.lambdas[0]
+    assert fit_domains(evidence.select_tokens(half)).mixer.lambdas[0] > mixer.lambdas[0]
 
 
 @given(st.integers(0, 10_000))

@@ -143,7 +143,7 @@ def test_each_half_is_judged_by_what_was_fitted_on_the_other():
     by_name = {candidate.name: candidate for candidate in found.candidates}
     total = 0.0
     for half in (scored.documents % 2 == 0, scored.documents % 2 == 1):
-        fitted = fit_bins(gather_evidence(scored, [16])[0].only(~half), 8, 8)
+        fitted = fit_bins(gather_evidence(scored, [16])[0].select_tokens(~half), 8, 8)
         total -= float(scored.log_probs(fitted).log_probs[half].double().sum())
     assert by_name["bins 8x8"].held_out.ppl == pytest.approx(math.exp(total / 1200), rel=1e-5)
     for candidate in found.candidates:

@@ -22,7 +22,7 @@ from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.components import CacheSettings, NGramFitting, RecentFitting, collect_experts, gate
 from knnstore.lm.drafts import Drafts
 from knnstore.lm.mixing import FixedLambda, Network, compute_mixture_shares, fit_network
-from knnstore.lm.mixture import all_components
+from knnstore.lm.mixture import list_components
 from knnstore.lm.settings import CalibrationRecord, settings_for
 from knnstore.store import EVERYTHING, KNNStore
 from tests.lm.phrases import documents, phrases
@@ -62,7 +62,7 @@ def gated(scored, request) -> KNNSettings:
     factors = {"keys": FACTORS, "n-grams": (1.0,), "cache": FACTORS, "own n-grams": (1.0,)}
     assert factors.keys() == ALL.parts.keys()
     features = collect_experts(
-        all_components(), ALL.parts, scored.evidence_for(ALL, every), factors, 2.0, widths
+        list_components(), ALL.parts, scored.select_evidence(ALL, every), factors, 2.0, widths
     ).features.nan_to_num()
     torch.manual_seed(0)
     network = Network(features.mean(0), features.std(0).clamp(min=1e-6), [0.0] * 9).eval()
@@ -72,15 +72,15 @@ def gated(scored, request) -> KNNSettings:
     purpose = {**scored.fitted_for, "unit": 2.0, "experts": listed}
     if request.param != "gate without the history":
         purpose["widths"] = widths
-    return replace(ALL, gate=JointGate(network.weights(purpose)))
+    return replace(ALL, gate=JointGate(network.to_weights(purpose)))
 
 
 def definition(scored, settings) -> np.ndarray:
     """p of every token: softmax over those of the model and the eight experts that say something."""
-    evidence, gold = scored.evidence_for(settings, torch.arange(len(scored))), scored.targets
+    evidence, gold = scored.select_evidence(settings, torch.arange(len(scored))), scored.targets
     gate = settings.gate
     features = collect_experts(
-        all_components(), settings.parts, evidence, gate.factors, gate.unit, gate.widths
+        list_components(), settings.parts, evidence, gate.factors, gate.unit, gate.widths
     ).features
     network = Network.from_weights(gate.weights)
     logits = network(features.where(features.isfinite(), network.mean)).double().numpy()
@@ -282,7 +282,7 @@ def test_of_what_it_sees_the_query_alone_is_hidden_while_it_is_fitted(scored, mo
 @pytest.mark.slow
 def test_it_is_fitted_on_the_tokens_it_is_given_alone(scored) -> None:
     (evidence,) = gather_evidence(scored, [K])
-    half = evidence.only(scored.documents % 2 == 0)
+    half = evidence.select_tokens(scored.documents % 2 == 0)
     others = {"cache": RecentFitting.from_keys(scored.reading, scored.evidence.found["own n-grams"])}
     one = fit_together(half, scored, NGramFitting(scored.ngrams), others, fit_fixed)
     assert one.gate is not None
@@ -319,7 +319,7 @@ def test_what_does_not_go_together_is_said(scored, gated) -> None:
     with pytest.raises(ConfigError, match="does not work with the mixer 'domains'"):
         replace(gated, mixer=DomainWeights(("phrases",), (0.5,)))
     with pytest.raises(ConfigError, match="'later', which this version does not know"):
-        collect_experts(all_components(), ALL.parts, scored.evidence, {"later": (1.0,)}, 2.0)
+        collect_experts(list_components(), ALL.parts, scored.evidence, {"later": (1.0,)}, 2.0)
     wider = with_evidence(scored, keys=scored.evidence.keys.repeat(1, 2))
     with pytest.raises(ConfigError, match="fitted for others"):
         wider.log_probs(gated)

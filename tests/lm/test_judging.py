@@ -128,7 +128,7 @@ def test_what_is_better_by_chance_does_not_beat_the_model(scored) -> None:
     alone = with_evidence(scored, hits=hits, found={"n-grams": None})
     alone = replace(alone, targets=None)
     none = KNNSettings(k=K, temperature=5.0, lam=0.0)
-    compared = compare(alone, none, fits={"a little": lambda of: of.settings(5.0, FixedLambda(0.05))})
+    compared = compare(alone, none, fits={"a little": lambda of: of.build_settings(5.0, FixedLambda(0.05))})
     little = compared.candidates[-1]
     assert little.held_out.ppl < compared.base.ppl
     assert compared.change.ppl < 1 < compared.change.high

@@ -115,7 +115,7 @@ def test_in_an_empty_store_the_model_is_alone(make_lm):
 
 def test_without_a_prefix_every_text_is_the_beginning_of_a_document(lm):
     def after(ids, prefix):
-        contexts = Contexts.of_pass(batch_of(torch.tensor([ids]), 1), prefix, np.array([0]))
+        contexts = Contexts.from_pass(batch_of(torch.tensor([ids]), 1), prefix, np.array([0]))
         question = Question(lm.store, EVERYTHING, ALONE.ngrams, contexts, V)
         found = NGrams().look_up(question, Form.DISTRIBUTION)
         rows = found.rest[:, None] * found.unigrams
@@ -131,7 +131,7 @@ def test_a_prefix_of_several_tokens_is_no_part_of_the_text(lm):
     first = int(lm.reader.tokens("w22")[0])
 
     def contexts_at(ids, at):
-        return Contexts.of_pass(batch_of(torch.tensor([ids]), len(ids)), [0, 9], np.array([at]))
+        return Contexts.from_pass(batch_of(torch.tensor([ids]), len(ids)), [0, 9], np.array([at]))
 
     whole = [0, 9, first]
     for ids, at, owner, length in (([0], 0, -1, 0), (whole, 0, -1, 0), (whole, 1, 0, 0), (whole, 2, 0, 1)):
@@ -156,7 +156,7 @@ def test_the_history_is_the_mean_log_probability_of_the_last_tokens(lm, texts, o
     owners = np.repeat(np.arange(5), [len(text) + 1 for text in every])
     lengths = np.concatenate([np.arange(len(text) + 1) for text in every])
     owners[3] = -1  # padding
-    contexts = replace(Contexts.of_documents(every), is_whole=is_whole).at_positions(owners, lengths)
+    contexts = replace(Contexts.from_documents(every), is_whole=is_whole).with_positions(owners, lengths)
 
     def definition(owner, length):
         if owner < 0:
@@ -183,7 +183,7 @@ def test_scored_and_generated_text_give_a_gate_the_same_inputs(lm, texts, compon
     owners = np.repeat(np.arange(2), [len(text) for text in every])
     lengths = np.concatenate([np.arange(len(text)) for text in every])
     owners[3] = -1  # padding
-    contexts = Contexts.of_documents(every).at_positions(owners, lengths)
+    contexts = Contexts.from_documents(every).with_positions(owners, lengths)
 
     def compute_inputs(contexts, form, width):
         question = Question(

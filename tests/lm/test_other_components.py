@@ -182,7 +182,7 @@ def test_without_the_package_its_settings_are_refused_by_name() -> None:
 
 
 def test_settings_of_one_component_leave_those_of_the_others(title, monkeypatch) -> None:
-    class Twin(type(registry.other_components()["title"])):
+    class Twin(type(registry.load_plugin_components()["title"])):
         name = "twin"
 
     monkeypatch.setitem(registry._registered, "twin", Twin())
@@ -194,7 +194,7 @@ def test_settings_of_one_component_leave_those_of_the_others(title, monkeypatch)
 @pytest.mark.usefixtures("installed")
 def test_distributions_of_several_groups_of_positions_have_the_same_width() -> None:
     several = Places(torch.tensor([[0.4, 0.6]]), torch.tensor([[3, 4]]))
-    joined = Places.joined([several, Places(torch.tensor([[1.0]]), torch.tensor([[5]]))])
+    joined = Places.concatenate([several, Places(torch.tensor([[1.0]]), torch.tensor([[5]]))])
     assert joined.width == 2
     assert torch.equal(joined.weights, torch.tensor([[0.4, 0.6], [1.0, 0.0]]))
     assert joined.tokens[0].tolist() == [3, 4]

@@ -35,9 +35,9 @@ def step(lm, texts, tokens, cache, settings):
     """Read tokens of shape (b, t) on; returns the mixed logits after the last, shape (b, v)."""
     with torch.no_grad(), KeyCapture(lm.base, lm.key_encoder.location) as capture:
         output = lm.base(input_ids=tokens, use_cache=True, **as_cache_argument(lm.base, cache))
-    keys, batch = lm.extend_texts(texts, tokens, capture.keys(*tokens.shape), None)
+    keys, batch = lm.extend_texts(texts, tokens, capture.take_keys(*tokens.shape), None)
     last = np.arange(1, len(tokens) + 1) * tokens.shape[1] - 1
-    rows = Rows(output.logits[:, -1], keys[:, -1], Contexts.of_pass(batch, lm.prefix_for(settings), last))
+    rows = Rows(output.logits[:, -1], keys[:, -1], Contexts.from_pass(batch, lm.prefix_for(settings), last))
     return RowMixer(lm.store).mix(rows, settings)
 
 

@@ -66,7 +66,7 @@ def test_repetition_is_counted(texts) -> None:
     found = Repeated.from_texts(texts)
     assert found.bigrams == pytest.approx([repeated(text, 2) for text in texts])
     assert found.four_grams == pytest.approx([repeated(text, 4) for text in texts])
-    means = found.means("all")
+    means = found.mean_shares("all")
     assert (means.distinct_bigrams, means.repeated_4grams, means.continuations) == pytest.approx(
         (1 - found.bigrams.mean(), found.four_grams.mean(), len(texts))
     )
@@ -166,7 +166,7 @@ def test_calibrating_saves_it_with_its_figures(make_lm, monkeypatch) -> None:
     lm = make_lm({"phrases": STORED}, max_length=32, stride=16)
     repetitive = make_repetitive_texts()
     found = lm.calibrate(repetitive, networks=False, ngrams=False, repetition=True)
-    settings, record = settings_for(lm.store), CalibrationRecord.of(lm.store)
+    settings, record = settings_for(lm.store), CalibrationRecord.for_selection(lm.store)
     assert record is not None
     assert found.record == record
     assert settings == lm.knn
@@ -188,7 +188,7 @@ def test_what_was_fitted_is_saved_before_writing_is_measured_and_measured_again_
         broken.setattr(Beginnings, "generate", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             lm.calibrate(repetitive, networks=False, ngrams=False, repetition=True)
-    settings, record = settings_for(lm.store), CalibrationRecord.of(lm.store)
+    settings, record = settings_for(lm.store), CalibrationRecord.for_selection(lm.store)
     assert settings == lm.knn
     assert record is not None
     assert (settings.cache is not None, settings.scoring_only, record.written) == (True, ("cache",), ())
@@ -197,7 +197,7 @@ def test_what_was_fitted_is_saved_before_writing_is_measured_and_measured_again_
         found = lm.calibrate(repetitive[1:], networks=False, ngrams=False, **options)
         assert found.kept
         assert found.settings == lm.knn == settings_for(lm.store) == settings
-        assert [one.of for one in CalibrationRecord.of(lm.store).written] == of
+        assert [one.of for one in CalibrationRecord.for_selection(lm.store).written] == of
 
 
 @pytest.mark.slow

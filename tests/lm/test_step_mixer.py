@@ -56,7 +56,7 @@ class Engine:
             text = self.texts[name] = self.texts[name][:position] + new
             with torch.no_grad(), KeyCapture(self.lm.base, self.lm.key_encoder.location) as capture:
                 output = self.lm.base(torch.tensor([text]))
-            states.append(capture.keys(1, len(text))[0, position:])
+            states.append(capture.take_keys(1, len(text))[0, position:])
             logits.append(output.logits[0, position:])
             tokens += new
             positions += range(position, len(text))

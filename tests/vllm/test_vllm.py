@@ -70,7 +70,7 @@ def prompts(lm: KNNLMForCausalLM) -> list[list[int]]:
     texts = [document.text for document in read_documents([EXAMPLES / "workshop/test"])]
     lengths = [40, 25, 8, 30, 33]
     return [
-        [*lm.reader.prefix, *lm.reader.tokens(text)[:length].tolist()]
+        [*lm.reader.prefix, *lm.reader.tokenize(text)[:length].tolist()]
         for text, length in zip((texts * 5)[: len(lengths)], lengths, strict=True)
     ]
 

@@ -7,7 +7,7 @@
 from knnstore.lm.calibration.calibrating import Calibration, calibrate
 from knnstore.lm.calibration.candidates import Comparison, FittableMixer, compare
 from knnstore.lm.calibration.evidence import GridEvidence
-from knnstore.lm.calibration.fits import best_fixed
+from knnstore.lm.calibration.fits import fit_temperature_and_lambda
 from knnstore.lm.calibration.judging import MIN_DOCUMENTS, MIN_TOKENS, Judge
 from knnstore.lm.calibration.scored_text import ScoredText, score_once
 from knnstore.lm.calibration.trying import Candidate
@@ -22,8 +22,8 @@ __all__ = [
     "GridEvidence",
     "Judge",
     "ScoredText",
-    "best_fixed",
     "calibrate",
     "compare",
+    "fit_temperature_and_lambda",
     "score_once",
 ]

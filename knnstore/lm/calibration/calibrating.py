@@ -192,10 +192,10 @@ def calibrate(
                 scored = sample
             else:
                 chosen = sorted({choose_probes(by_probes), *in_force})
-                scored = replace(scored, visited=further.with_probes(chosen))
+                scored = replace(scored, visited=further.search_with_probes(chosen))
         else:
             larger = [k for k in list_ks(min(max_k, records)) if k >= 2 * scored.k]
-            wide = further.with_k(larger) if larger else []
+            wide = further.search_with_k(larger) if larger else []
         searched = [domain.name for domain in store.domains() if not names or domain.name in names]
         if 2 <= len(searched) <= MOST_DOMAINS:
             apart = further.search_each_domain(searched, scored.k, probes)
@@ -255,7 +255,7 @@ def calibrate(
             settings = replace(
                 settings, scoring_only=_measure_generation(lm, selected, listed, reached, progress)
             )
-        record = CalibrationRecord.of(store, selection)
+        record = CalibrationRecord.for_selection(store, selection)
     if settings is not None:
         _apply_saved_settings(lm, names)
     fitted = time.perf_counter()
@@ -292,7 +292,7 @@ def _renew_record(store: KNNStore, selection: Selection, records: int, lineage: 
         nothing is changed.
     """
     domains = selection.domains or ()
-    saved, record = store.settings(domains), CalibrationRecord.of(store, selection)
+    saved, record = store.settings(domains), CalibrationRecord.for_selection(store, selection)
     if saved is None or saved.calibration is None or record is None:
         return False
     renewed = asdict(replace(record, records=records, stored=lineage))

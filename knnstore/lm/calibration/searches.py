@@ -59,7 +59,7 @@ class FurtherSearches:
     left_out: Mapping[str, Collection[str]] = field(default_factory=dict)
     progress: Progress | None = None
 
-    def with_k(self, ks: Sequence[int]) -> list["WideEvidence"]:
+    def search_with_k(self, ks: Sequence[int]) -> list["WideEvidence"]:
         """Search once for the largest k, and return the probabilities of the text's tokens for each k.
 
         Args:
@@ -73,7 +73,7 @@ class FurtherSearches:
             WideEvidence(of, self.scored.lm_log_probs) for of in compute_grid_evidence(self.scored, ks, parts)
         ]
 
-    def with_probes(self, probes: Sequence[int]) -> dict[int, TargetSums]:
+    def search_with_probes(self, probes: Sequence[int]) -> dict[int, TargetSums]:
         """Compute the probability of every token by all records of the searched cells.
 
         A cell is a group of stored records with near keys; a query searches the nearest cells.
@@ -105,7 +105,7 @@ class FurtherSearches:
             if probes is not None:
                 apart += self._probe([probes], title, selection, temperatures)
                 continue
-            found = TargetSums.nothing(len(scored), temperatures)
+            found = TargetSums.all_zero(len(scored), temperatures)
             for tokens, near in self._search(k, title, selection):
                 assert near.hits is not None
                 found.knn[tokens] = compute_target_probs_on_grid(
@@ -133,7 +133,7 @@ class FurtherSearches:
         Returns:
             For each number of searched cells, p_kNN of each scored token at each temperature.
         """
-        found, at_once = [TargetSums.nothing(len(self.scored), temperatures) for _ in probes], _FIRST_QUERIES
+        found, at_once = [TargetSums.all_zero(len(self.scored), temperatures) for _ in probes], _FIRST_QUERIES
         for members, reached in self._group_tokens(title, selection):
             left = members
             while len(left):

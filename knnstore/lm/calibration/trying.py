@@ -25,7 +25,7 @@ from knnstore.lm.components import (
     OwnNGrams,
     RecentFitting,
     RecentText,
-    other_components,
+    load_plugin_components,
 )
 from knnstore.lm.scoring import Interval
 from knnstore.lm.settings import KNNSettings
@@ -121,7 +121,7 @@ class Trial:
                 `ScoredText.log_probs`.
         """
         log_probs, lam = torch.empty(len(self._scored)), torch.empty(len(self._scored))
-        by_half = fit(evidence.only(self.first_half)), fit(evidence.only(~self.first_half))
+        by_half = fit(evidence.select_tokens(self.first_half)), fit(evidence.select_tokens(~self.first_half))
         for settings, judged in zip(by_half, (~self.first_half, self.first_half), strict=True):
             tokens = judged.nonzero()[:, 0]
             log_probs[tokens], lam[tokens] = (mix or self._scored.log_probs)(settings, tokens)
@@ -165,7 +165,7 @@ class Trial:
         own = scored.evidence.found.get(OwnNGrams.name) if self._with_ngrams else None
         others: dict[str, Fitting] = {RecentText.name: RecentFitting.from_keys(scored.reading, own)}
         for name, settings in scored.others.items():
-            component, found = other_components()[name], scored.evidence.found[name]
+            component, found = load_plugin_components()[name], scored.evidence.found[name]
             others[name] = DistributionFitting(component, found, scored.reading.targets, settings)
         return others
 

@@ -171,7 +171,7 @@ class Keys:
         distances, tokens, ids = found.distances, found.tokens, found.ids
         assert tokens is not None
         wanted, contexts = min(most, weights.shape[1]), question.contexts
-        targets = torch.from_numpy(contexts.targets(np.arange(len(contexts))))
+        targets = torch.from_numpy(contexts.target_tokens(np.arange(len(contexts))))
         columns = (
             distances.topk(wanted, largest=False).indices,
             (weights * (tokens == targets[:, None])).topk(wanted).indices,

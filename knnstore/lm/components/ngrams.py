@@ -120,7 +120,7 @@ class Continuation(NamedTuple):
         """Number k of columns of `weights` and `tokens`, with the padded columns."""
         return self.weights.shape[1]
 
-    def rows(self, rows: Rows) -> "Continuation":
+    def select_rows(self, rows: Rows) -> "Continuation":
         """Return the distributions of some of the contexts; `rows` is a slice, indices or a mask."""
         return Continuation(
             self.weights[rows],
@@ -138,7 +138,7 @@ class Continuation(NamedTuple):
         return Continuation(*moved)  # type: ignore[arg-type]
 
     @classmethod
-    def joined(cls, parts: Sequence["Continuation"]) -> "Continuation":
+    def concatenate(cls, parts: Sequence["Continuation"]) -> "Continuation":
         """Concatenate the distributions of several groups of contexts, all from the same counts.
 
         Distributions that list fewer tokens are padded with zeros.
@@ -154,7 +154,7 @@ class Continuation(NamedTuple):
         suffixes = torch.cat([part.suffixes for part in parts])
         return cls(weights, tokens, suffixes, rest, parts[0].unigrams, history, top)
 
-    def contribution(self, settings: NGramSettings, name: str) -> Contribution:
+    def to_contribution(self, settings: NGramSettings, name: str) -> Contribution:
         """Return the distributions as a contribution to the mixture.
 
         Args:
@@ -206,7 +206,7 @@ class TargetContinuation(NamedTuple):
         """Length in tokens of the longest found suffix of each context, int64, shape (n,); 0 if none."""
         return self.suffixes[:, 0]
 
-    def rows(self, rows: Rows) -> "TargetContinuation":
+    def select_rows(self, rows: Rows) -> "TargetContinuation":
         """Return the probabilities of some of the contexts; `rows` is a slice, indices or a mask."""
         history, top = _select_known(self.history, rows), _select_known(self.top, rows)
         return self._replace(probs=self.probs[rows], suffixes=self.suffixes[rows], history=history, top=top)
@@ -217,7 +217,7 @@ class TargetContinuation(NamedTuple):
         return TargetContinuation(self.order, *moved)  # type: ignore[arg-type]
 
     @classmethod
-    def joined(cls, parts: Sequence["TargetContinuation"]) -> "TargetContinuation":
+    def concatenate(cls, parts: Sequence["TargetContinuation"]) -> "TargetContinuation":
         """Concatenate the probabilities of several groups of contexts, which all have the same `order`."""
         probs, suffixes = (
             torch.cat([getattr(part, name) for part in parts]) for name in ("probs", "suffixes")
@@ -225,7 +225,7 @@ class TargetContinuation(NamedTuple):
         history, top = (_join_known([getattr(part, name) for part in parts]) for name in ("history", "top"))
         return cls(parts[0].order, probs, suffixes, history, top)
 
-    def contribution(self, settings: NGramSettings, name: str) -> Contribution:
+    def to_contribution(self, settings: NGramSettings, name: str) -> Contribution:
         """Return a contribution with two columns: the target token, and all other tokens together.
 
         Both columns are 0 for a context without a prediction.
@@ -319,7 +319,7 @@ class CountedNGrams:
             found: the result of the look-up at n positions.
             factor: ignored, because n-grams have no temperature.
         """
-        return found.contribution(settings, self.name)
+        return found.to_contribution(settings, self.name)
 
     def features(self, found: Continuation | TargetContinuation, unit: float) -> Tensor:
         """Compute inputs for the gate network from the longest found suffix of each context.
@@ -460,7 +460,7 @@ def cite_occurrences(
         occurrences: the occurrences of each position's target token.
         is_same_text: True if the occurrences are positions in the same text, False if they are in the store.
     """
-    targets = contexts.targets(np.arange(len(contexts)))
+    targets = contexts.target_tokens(np.arange(len(contexts)))
     every = list[list[Place]]()
     for token, share, found in zip(targets.tolist(), weights.sum(1).tolist(), occurrences, strict=True):
         positions = np.array([occurrence.position for occurrence in found], np.int64)

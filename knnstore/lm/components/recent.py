@@ -107,7 +107,7 @@ class Recent(NamedTuple):
         """Number of keys that precede each position, int64, shape (n,)."""
         return self.distances.isfinite().sum(1)
 
-    def rows(self, rows: Rows) -> "Recent":
+    def select_rows(self, rows: Rows) -> "Recent":
         """Return the preceding tokens of some of the positions; `rows` is a slice, indices or a mask."""
         return Recent(self.distances[rows], self.tokens[rows])
 
@@ -116,7 +116,7 @@ class Recent(NamedTuple):
         return Recent(self.distances.to(device), self.tokens.to(device))
 
     @classmethod
-    def joined(cls, parts: Sequence["Recent"]) -> "Recent":
+    def concatenate(cls, parts: Sequence["Recent"]) -> "Recent":
         """Concatenate several groups of positions; groups with fewer columns are padded at the front."""
         width = max(part.width for part in parts)
         short = [(part, (width - part.width, 0)) for part in parts]
@@ -147,7 +147,7 @@ class TargetRecent(NamedTuple):
         """Number of values that are kept for each position, to estimate memory: always 1."""
         return 1
 
-    def rows(self, rows: Rows) -> "TargetRecent":
+    def select_rows(self, rows: Rows) -> "TargetRecent":
         """Return the probabilities at some of the positions; `rows` is a slice, indices or a mask."""
         return self._replace(nearest=self.nearest[rows], counts=self.counts[rows], probs=self.probs[rows])
 
@@ -157,12 +157,12 @@ class TargetRecent(NamedTuple):
         return TargetRecent(nearest, counts, probs, self.temperatures)
 
     @classmethod
-    def joined(cls, parts: Sequence["TargetRecent"]) -> "TargetRecent":
+    def concatenate(cls, parts: Sequence["TargetRecent"]) -> "TargetRecent":
         """Concatenate several groups of positions, which all have the same temperatures."""
         nearest, counts, probs, (temperatures, *_) = zip(*parts, strict=True)
         return cls(torch.cat(nearest), torch.cat(counts), torch.cat(probs), temperatures)
 
-    def weights(self, temperature: float) -> Tensor:
+    def interpolate_weights(self, temperature: float) -> Tensor:
         """Return the probabilities of the target token and of all other tokens together, shape (n, 2).
 
         A row sums to 1, or is 0 for a position without preceding keys.
@@ -199,14 +199,14 @@ class RecentText:
         laid = _KeysInReach.from_contexts(contexts, size)
         columns = laid.keys, laid.tokens, laid.at, laid.starts
         if form is Form.TARGET:
-            targets = torch.from_numpy(contexts.targets(laid.firsts)).to(laid.keys.device)
+            targets = torch.from_numpy(contexts.target_tokens(laid.firsts)).to(laid.keys.device)
             temperatures = {question.settings.temperature * factor for factor in question.factors}
             found = look_back_for_targets(*columns, targets, size, metric, sorted(temperatures))
-            return found.rows(laid.order)
+            return found.select_rows(laid.order)
         recent = look_back(*columns, size, metric)
         # Padding has the last row, which has no preceding keys.
         nothing = Recent(torch.full_like(recent.distances[:1], torch.inf), recent.tokens[:1])
-        return Recent.joined([recent, nothing]).rows(laid.order)
+        return Recent.concatenate([recent, nothing]).select_rows(laid.order)
 
     def contribute(
         self, settings: CacheSettings, found: Recent | TargetRecent, factor: float = 1.0
@@ -224,7 +224,7 @@ class RecentText:
         temperature = settings.temperature * factor
         tokens, hits = None, None
         if isinstance(found, TargetRecent):
-            weights = found.weights(temperature)
+            weights = found.interpolate_weights(temperature)
             hits = torch.tensor([[True, False]]).expand(len(weights), -1)
         else:
             weights, tokens = compute_neighbor_weights(found.distances, temperature), found.tokens
@@ -241,7 +241,7 @@ class RecentText:
             most: largest number of places in each of the two lists.
         """
         contexts = question.contexts
-        targets = torch.from_numpy(contexts.targets(np.arange(len(contexts))))
+        targets = torch.from_numpy(contexts.target_tokens(np.arange(len(contexts))))
         hits = weights * (found.tokens == targets[:, None])
         starts = (contexts.lengths - found.width).tolist()
         return Citations(
@@ -365,7 +365,7 @@ def look_back_for_targets(
                 shares = gold / powers.sum(1).clamp_(min=LEAST_PROBABILITY)
                 probs[:, ascending.index(temperature)] = shares.clamp_(max=1.0)
         parts.append(TargetRecent(nearest, recent.counts, probs, ascending))
-    return TargetRecent.joined(parts)
+    return TargetRecent.concatenate(parts)
 
 
 class _KeysInReach(NamedTuple):

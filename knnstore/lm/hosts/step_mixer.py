@@ -482,7 +482,7 @@ class StepMixer:
             self._fail(self._step.requests[row], request, error)
             return None
         if settings.cache is not None and not request.text.has_all_keys:
-            settings = settings.without("cache")  # calibrated since the request began
+            settings = settings.without_components("cache")  # calibrated since the request began
         if settings.retrieves and not request.has_keys:
             self._fail(
                 self._step.requests[row],
@@ -507,7 +507,7 @@ class StepMixer:
         """
         used, texts = np.unique(owners, return_inverse=True)
         states = [member.text for row in used.tolist() if (member := members[row]) is not None]
-        return Contexts.of_texts(states, [text.length for text in states], self._prefix, texts, ends)
+        return Contexts.from_texts(states, [text.length for text in states], self._prefix, texts, ends)
 
     def _rewind(self, request: _Request, position: int) -> None:
         """Make the text of a request end before a position, so that the step's tokens can be appended there.

@@ -119,18 +119,18 @@ def attach() -> None:
         # vLLM logs the exceptions of plugins and starts without them, so the error is raised later.
         _refuse_to_start(error)
         return
-    _wrap("vllm.engine.arg_utils", "EngineArgs", "create_engine_config", _checking_config)
+    _wrap("vllm.engine.arg_utils", "EngineArgs", "create_engine_config", _wrap_create_engine_config)
     _wrap(
         "vllm.v1.engine.input_processor",
         "InputProcessor",
         "_build_logits_processors_params_validator",
-        _checking_options,
+        _wrap_build_validator,
     )
-    _wrap("vllm.v1.core.sched.scheduler", "Scheduler", "update_from_output", _ending_failed)
-    _wrap("vllm.v1.engine.output_processor", "OutputProcessor", "process_outputs", _counting_failures)
+    _wrap("vllm.v1.core.sched.scheduler", "Scheduler", "update_from_output", _wrap_update_from_output)
+    _wrap("vllm.v1.engine.output_processor", "OutputProcessor", "process_outputs", _wrap_process_outputs)
     for module, name in _RUNNERS:
         if "load_model" in vars(getattr(importlib.import_module(module), name)):
-            _wrap(module, name, "load_model", _attaching_store)
+            _wrap(module, name, "load_model", _wrap_load_model)
 
 
 def check_vllm() -> None:
@@ -197,7 +197,7 @@ def _raise_or_exit(error: KnnstoreError) -> None:
     raise error
 
 
-def _checking_config(create_engine_config: Any) -> Any:
+def _wrap_create_engine_config(create_engine_config: Any) -> Any:
     """Return a wrapper of `EngineArgs.create_engine_config` that also checks that the store fits.
 
     If the store does not fit the model, the wrapper raises an error, so that vLLM does not start.
@@ -231,7 +231,7 @@ def check_config(config: Any) -> None:
         ConfigError: the model is a pooling model; LoRA, prompt embeddings or batch-sharded sampling is
             requested; the model's files cannot be read; or ``KNNSTORE_ON_ERROR`` has an unknown value.
     """
-    _on_error()
+    _read_error_policy()
     model = config.model_config
     if model.runner_type == "pooling":
         raise ConfigError(f"a store needs a model that generates text: unset {HOME} for a pooling model")
@@ -248,7 +248,7 @@ def check_config(config: Any) -> None:
         check_checkpoint(store.identity, model.model, model.tokenizer, revision=model.revision)
 
 
-def _on_error() -> str:
+def _read_error_policy() -> str:
     """Return what happens to a request whose retrieval fails: ``fail`` (it ends) or ``fallback``.
 
     With ``fallback`` the model continues the request alone. The environment variable `ON_ERROR` has the
@@ -266,7 +266,7 @@ def _on_error() -> str:
 # 2. In the front end: the options of each request.
 
 
-def _checking_options(build_validator: Any) -> Any:
+def _wrap_build_validator(build_validator: Any) -> Any:
     """Return a wrapper of `InputProcessor._build_logits_processors_params_validator`.
 
     The validators that the wrapper returns also check the ``knn_*`` options of each request.
@@ -356,7 +356,7 @@ class OptionChecker:
 # 3. In the workers: the logits.
 
 
-def _attaching_store(load_model: Any) -> Any:
+def _wrap_load_model(load_model: Any) -> Any:
     """Return a wrapper of a model runner's `load_model` that attaches the store to the loaded model.
 
     Args:
@@ -592,7 +592,7 @@ class Attachment(ABC):
         logits: Tensor | None = self._compute_logits(hidden, *args, **kwargs)
         if self._hidden is None or logits is None or not len(logits):
             return logits
-        first = _first_row(hidden, self._hidden)
+        first = _find_first_row_of_view(hidden, self._hidden)
         if first is None:
             rows, purpose = self.sampled_rows()[: len(hidden)], Purpose.GENERATION
         else:
@@ -859,7 +859,7 @@ def _add_failures(output: Any, failures: set[str]) -> None:
     output.get_output = get_marked_output
 
 
-def _ending_failed(update_from_output: Any) -> Any:
+def _wrap_update_from_output(update_from_output: Any) -> Any:
     """Return a wrapper of `Scheduler.update_from_output`, the scheduler's use of a step's output.
 
     The wrapper ends the requests whose retrieval failed in the step. With ``KNNSTORE_ON_ERROR=fallback``
@@ -877,7 +877,7 @@ def _ending_failed(update_from_output: Any) -> Any:
         from vllm.v1.request import RequestStatus
 
         failures: set[str] = getattr(model_runner_output, _FAILURES, set())
-        falls_back = _on_error() == "fallback"
+        falls_back = _read_error_policy() == "fallback"
         ended = []
         if failures and not falls_back:
             ended = self.finish_requests(failures, RequestStatus.FINISHED_ERROR)
@@ -907,7 +907,7 @@ def _ending_failed(update_from_output: Any) -> Any:
     return update_and_end_failed
 
 
-def _counting_failures(process_outputs: Any) -> Any:
+def _wrap_process_outputs(process_outputs: Any) -> Any:
     """Return a wrapper of `OutputProcessor.process_outputs` that counts failed requests in vLLM's metrics.
 
     Args:
@@ -948,7 +948,7 @@ def _is_head_input(model: nn.Module, place: str) -> bool:
     return side == "output" and path in dict(model.named_children())
 
 
-def _first_row(part: Tensor, whole: Tensor) -> int | None:
+def _find_first_row_of_view(part: Tensor, whole: Tensor) -> int | None:
     """Return the index of the row of `whole` at which `part` begins, if `part` is a view of `whole`.
 
     Returns None if `part` has memory of its own. vLLM uses views of the hidden states to compute the logits

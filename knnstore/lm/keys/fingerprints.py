@@ -61,7 +61,8 @@ _PROBE_TEXTS = (
 def model_fingerprint(model: PreTrainedModel) -> str:
     """Compute a fingerprint of a model from its configuration and 16 evenly spaced values of each weight.
 
-    The values are read in the precision in which the model is loaded. `same_model` compares two fingerprints.
+    The values are read in the precision in which the model is loaded. `describe_same_checkpoint` compares two
+    fingerprints.
 
     Returns:
         Three parts with colons between them: the SHA-256 of the values, hexadecimal; the values,
@@ -106,7 +107,7 @@ def compute_fingerprint(
     return ":".join((hashlib.sha256(sample).hexdigest(), *parts))
 
 
-def same_model(one: str, other: str) -> bool:
+def describe_same_checkpoint(one: str, other: str) -> bool:
     """Check whether two fingerprints describe the same checkpoint.
 
     Each model may have been loaded in float32, float16 or bfloat16. Only fields that both configurations have
@@ -179,7 +180,7 @@ def _find_rounded(fine: Tensor, coarse: Tensor) -> Tensor:
     return rounded | ((fine == half) & (coarse == coarse.bfloat16()) & between)
 
 
-def pair_fingerprint(tokenizer: Any, prefix: Sequence[int]) -> str:
+def seq2seq_tokenizer_fingerprint(tokenizer: Any, prefix: Sequence[int]) -> str:
     """Compute a fingerprint of an encoder-decoder model's tokenizer, its languages and its decoder prefix.
 
     These turn a pair of a source and a text into the model's input.

@@ -3,7 +3,7 @@
 A cell is a part of a domain's records whose keys are near each other; a query probes the cells nearest to it.
 A pair is a query with a cell that it probes. For each pair, exp(-d/T) is summed over all records of the cell,
 and over the few records with the query's target token (the hits). This module also finds the hits
-(`find_hits`) and the nearest records (`nearest_records`).
+(`find_hits`) and the nearest records (`find_nearest_records`).
 """
 
 import math
@@ -42,7 +42,7 @@ class ProbedCells(NamedTuple):
     """Rank of the cell for the query: the number of cells that are nearer, int64, shape (b, m); None if
     unknown."""
 
-    def on(self, device: torch.device) -> "ProbedCells":
+    def to_device(self, device: torch.device) -> "ProbedCells":
         """Return the cells and their queries with all tensors on a device.
 
         On the CPU the same object is returned.
@@ -94,7 +94,7 @@ class CellSums:
         self._targets = torch.cat([targets, targets.new_zeros(1)]).to(device)
         self._vocabulary = vocabulary
         self._features = features
-        self._cells = [some.on(device) for some in cells]
+        self._cells = [some.to_device(device) for some in cells]
         asked = torch.cat([self._targets[:0], *(some.queries.flatten() for some in self._cells)])
         self._query_of_pair = asked.where(asked >= 0, len(targets))
         self._nearest_of_pair = _flatten_pairs([some.distances.amin(2) for some in self._cells], device)
@@ -140,7 +140,7 @@ class CellSums:
     @cached_property
     def _nearest_records(self) -> tuple[Tensor, Tensor]:
         """Distances and tokens of the `features` nearest records, shape (n, features)."""
-        return self.near(self._features)
+        return self.find_nearest(self._features)
 
     def select_rows(self, rows: slice | Tensor) -> "CellSums":
         """Return the results of some of the queries.
@@ -156,7 +156,7 @@ class CellSums:
         targets = self._targets[chosen].to(self._device)
         return CellSums(cells, targets, self._vocabulary, self._features)
 
-    def nearest_only(self) -> NeighborSums:
+    def to_neighbor_sums(self) -> NeighborSums:
         """Return only the nearest records, as `NeighborSums`; their number is `features` of the constructor.
 
         The result has no tokens. It has `hits` instead: True for a record with the query's target token.
@@ -165,12 +165,12 @@ class CellSums:
         hits = tokens == self._targets[:-1, None].to(tokens.device)
         return NeighborSums(distances, hits=hits, known_distinct=self.distinct)
 
-    def near(self, k: int) -> tuple[Tensor, Tensor]:
+    def find_nearest(self, k: int) -> tuple[Tensor, Tensor]:
         """Return distances and tokens of the k nearest records, nearest first, shape (n, k).
 
         A missing record has the distance +inf and an arbitrary token.
         """
-        distances, tokens = nearest_records(self._cells, self._query_of_pair, len(self.nearest), k)
+        distances, tokens = find_nearest_records(self._cells, self._query_of_pair, len(self.nearest), k)
         return distances.to(self._device), tokens.to(self._device)
 
     def prepare(self, temperatures: Sequence[float]) -> None:
@@ -469,7 +469,9 @@ def _compute_starts(sizes: Tensor) -> Tensor:
     return sizes.cumsum(0) - sizes
 
 
-def nearest_records(cells: Sequence[ProbedCells], asked: Tensor, count: int, k: int) -> tuple[Tensor, Tensor]:
+def find_nearest_records(
+    cells: Sequence[ProbedCells], asked: Tensor, count: int, k: int
+) -> tuple[Tensor, Tensor]:
     """Find the k nearest records of each query in the cells (groups of records) that it probes.
 
     Args:

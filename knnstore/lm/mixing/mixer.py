@@ -128,7 +128,7 @@ class Evidence:
         )
 
     @classmethod
-    def joined(cls, parts: Sequence["Evidence"], k: int = 1) -> "Evidence":
+    def concatenate(cls, parts: Sequence["Evidence"], k: int = 1) -> "Evidence":
         """Concatenate the evidence of several groups of positions that have the same components.
 
         Args:
@@ -147,7 +147,7 @@ class Evidence:
         }
         return cls(
             concatenate_field("lm_max"),
-            [NeighborSums.joined(neighbors, k)],
+            [NeighborSums.concatenate(neighbors, k)],
             concatenate_field("keys"),
             concatenate_field("lm_entropy"),
             found,

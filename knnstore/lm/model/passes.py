@@ -66,4 +66,4 @@ class ForwardPass:
         position. `batch` must not be None.
         """
         assert self.batch is not None
-        return Contexts.of_pass(self.batch, self.prefix, self.kept_positions)
+        return Contexts.from_pass(self.batch, self.prefix, self.kept_positions)

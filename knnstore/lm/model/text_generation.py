@@ -135,7 +135,7 @@ def _continue_text(
         read = reader.document_tokenizer.tokenize_sources([prompt])[0].tolist()
         begun, before = reader.prefix[:1], ()
     else:
-        read = [*reader.prefix, *reader.tokens(prompt).tolist()]
+        read = [*reader.prefix, *reader.tokenize(prompt).tolist()]
         begun = before = tuple(read)
     if len(begun) + max_new_tokens > window:
         raise InputError(

@@ -283,8 +283,8 @@ def _store_keys(reader: TextReader, documents: Sequence[NewDocument], ingest: In
         sources = reader.document_tokenizer.tokenize_sources(
             [document.metadata[SOURCE] for document in documents]
         )
-    for batch in reader.batches([document.tokens for document in documents], sources):
-        keys = reader.encoder.keys(batch.input_ids, batch.at, batch.source).cpu().numpy()
+    for batch in reader.batch_windows([document.tokens for document in documents], sources):
+        keys = reader.encoder.compute_keys(batch.input_ids, batch.at, batch.source).cpu().numpy()
         reader.encoder.check_once(batch.input_ids, batch.source)
         try:
             ingest.add(batch.documents, batch.positions, batch.gold, keys)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from knnstore.documents import OnBad, TextDocument
 from knnstore.errors import InputError, UnusableDocumentError
-from knnstore.lm.reading.reader import DocumentTokenizer, in_chunks, unusable_document_error
+from knnstore.lm.reading.reader import DocumentTokenizer, chunk_documents, unusable_document_error
 from knnstore.store import KNNStore, NewDocument, StoredVersion, classify_change
 
 _logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class NewDocuments:
         self._new_ids: dict[str, str] = {}  # id of each new document, by content hash
 
     def __iter__(self) -> Iterator[TokenizedDocument]:
-        chunks = in_chunks(self._tokenizer.read(self._documents, self._on_bad))
+        chunks = chunk_documents(self._tokenizer.read(self._documents, self._on_bad))
         while self.refused is None:
             try:
                 chunk = next(chunks, None)

@@ -25,7 +25,7 @@ from knnstore.documents import (
 from knnstore.errors import ConfigError, InputError, UnusableDocumentError
 from knnstore.lm.reading.encoder import Encoder
 from knnstore.lm.reading.token_text import TokenTexts, decode_tokens, get_token_letters, named_panics
-from knnstore.lm.reading.windows import BATCH_TOKENS, WindowBatch, decoder_prefix_of, pack, prefix_of
+from knnstore.lm.reading.windows import BATCH_TOKENS, WindowBatch, find_decoder_prefix, pack, prefix_of
 from knnstore.store import Letters
 
 _CHUNK_DOCUMENTS = 64  # documents that are tokenized together, because fast tokenizers work in parallel
@@ -70,7 +70,7 @@ class DocumentTokenizer:
             InputError: the tokenizer fails on one of the texts.
         """
         if self.max_source is None:
-            return tokenized(self.tokenizer, texts)
+            return tokenize_texts(self.tokenizer, texts)
         found = _tokenize(self.tokenizer, text_target=texts, add_special_tokens=False) if texts else []
         return [np.append(tokens, np.array(self.end, np.uint32)) for tokens in found]
 
@@ -143,7 +143,7 @@ class TextReader:
     @property
     def prefix(self) -> tuple[int, ...]:
         """The tokens that precede every document; empty if documents have no prefix."""
-        return decoder_prefix_of(self.encoder.model) if self.reads_pairs else prefix_of(self.tokenizer)
+        return find_decoder_prefix(self.encoder.model) if self.reads_pairs else prefix_of(self.tokenizer)
 
     @property
     def document_tokenizer(self) -> DocumentTokenizer:
@@ -156,7 +156,7 @@ class TextReader:
         """The letters of each token in the vocabulary, without spaces, to compare texts by their letters."""
         return get_token_letters(self.tokenizer)
 
-    def tokens(self, text: str) -> NDArray[np.uint32]:
+    def tokenize(self, text: str) -> NDArray[np.uint32]:
         """Return the token ids that a store keeps for a text, uint32, shape (length,).
 
         Special tokens are left out, except the EOS token after the text of a pair.
@@ -168,7 +168,7 @@ class TextReader:
         check_tokens(tokens, self.encoder.vocabulary, self.tokenizer)
         return tokens
 
-    def tokenized(self, documents: Sequence[TextDocument]) -> list[NDArray[np.uint32]]:
+    def tokenize_documents(self, documents: Sequence[TextDocument]) -> list[NDArray[np.uint32]]:
         """Return the token ids that a store keeps for each document, uint32, shapes (length,).
 
         Special tokens are left out, except the EOS token after the text of a pair.
@@ -185,7 +185,7 @@ class TextReader:
                 raise InputError(f"{document.place}: {problem}") from problem
         return texts
 
-    def sources(self, documents: Sequence[TextDocument]) -> list[NDArray[np.uint32]] | None:
+    def tokenize_sources(self, documents: Sequence[TextDocument]) -> list[NDArray[np.uint32]] | None:
         """Return the token ids of each document's source, uint32, shapes (m_i,).
 
         Returns None if the model reads no sources.
@@ -198,20 +198,20 @@ class TextReader:
         tokenizer = self.document_tokenizer
         return tokenizer.tokenize_sources([tokenizer.get_source(document) for document in documents])
 
-    def text(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, special tokens included."""
         return decode_tokens(self.tokenizer, tokens)
 
-    def pieces(self, tokens: Sequence[int], before: Sequence[int] = ()) -> list[str]:
+    def decode_pieces(self, tokens: Sequence[int], before: Sequence[int] = ()) -> list[str]:
         """Return the text that each token adds after the previous tokens.
 
         Args:
             tokens: token ids.
             before: the tokens before `tokens`, whose text is not returned.
         """
-        return TokenTexts(self.tokenizer).pieces(tokens, before)
+        return TokenTexts(self.tokenizer).decode_pieces(tokens, before)
 
-    def batches(
+    def batch_windows(
         self,
         texts: Sequence[NDArray[np.integer[Any]]],
         sources: Sequence[NDArray[np.integer[Any]]] | None = None,
@@ -220,7 +220,7 @@ class TextReader:
 
         Args:
             texts: token ids of each text, shapes (n_i,).
-            sources: token ids of the source of each text, as `sources` returns them.
+            sources: token ids of the source of each text, as `tokenize_sources` returns them.
 
         Raises:
             ConfigError: the model reads sources, but `sources` is None.
@@ -249,7 +249,9 @@ class TextReader:
         """
         context = 0 if self.prefix else 1
         return sum(
-            max(0, len(ids) - context) for chunk in in_chunks(documents) for ids in self.tokenized(chunk)
+            max(0, len(ids) - context)
+            for chunk in chunk_documents(documents)
+            for ids in self.tokenize_documents(chunk)
         )
 
 
@@ -269,7 +271,7 @@ def usable_documents(
         UnusableDocumentError: a document cannot be used and `on_bad` is None; the message names the document.
     """
     tokenizer = reader.document_tokenizer
-    for chunk in in_chunks(tokenizer.read(documents, on_bad)):
+    for chunk in chunk_documents(tokenizer.read(documents, on_bad)):
         texts = tokenizer.tokenize([document.text for document in chunk])
         for document, tokens in zip(chunk, texts, strict=True):
             reason = tokenizer.find_problem(document, tokens)
@@ -295,7 +297,7 @@ def unusable_document_error(document: TextDocument, reason: InputError) -> Unusa
     )
 
 
-def tokenized(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[NDArray[np.uint32]]:
+def tokenize_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[NDArray[np.uint32]]:
     """Return the token ids of each text, without special tokens, as uint32 arrays of shapes (length,).
 
     Does not check whether the model has the tokens. No texts give an empty list.
@@ -365,7 +367,7 @@ def check_tensors(**values: Any) -> None:
             )
 
 
-def in_chunks(documents: Iterable[TextDocument]) -> Iterator[list[TextDocument]]:
+def chunk_documents(documents: Iterable[TextDocument]) -> Iterator[list[TextDocument]]:
     """Yield consecutive lists of at most `_CHUNK_DOCUMENTS` documents; no documents give no lists."""
     remaining = iter(documents)
     while chunk := list(islice(remaining, _CHUNK_DOCUMENTS)):

@@ -111,7 +111,7 @@ class TokenTexts:
         """
         return decode_tokens(self.tokenizer, tokens, special=special)
 
-    def bytes_of(self, token: int) -> bytes:
+    def token_bytes(self, token: int) -> bytes:
         """Return the UTF-8 bytes that a token adds in the middle of a text.
 
         With byte-level BPE and byte fallback the bytes may be a part of a character. For a special token they
@@ -132,7 +132,7 @@ class TokenTexts:
         """
         if not self._get_vocabulary_name(token):
             return f"token_id:{token}"
-        data = self.bytes_of(token)
+        data = self.token_bytes(token)
         try:
             return data.decode()
         except UnicodeDecodeError:
@@ -169,7 +169,7 @@ class TokenTexts:
             return hasattr(self.tokenizer, "byte_decoder")
         return "ByteLevel" in _collect_decoder_types(json.loads(decoder.__getstate__()))
 
-    def pieces(self, tokens: Sequence[int], before: Sequence[int] = ()) -> list[str]:
+    def decode_pieces(self, tokens: Sequence[int], before: Sequence[int] = ()) -> list[str]:
         """Return the text that each token adds after the previous tokens, also the text of special tokens.
 
         The joined pieces are the text of ``[*before, *tokens]`` without the text of `before`. If a character
@@ -183,7 +183,7 @@ class TokenTexts:
         if not before:
             # For most texts the tokens can be decoded one by one; only the first token may lose its space.
             try:
-                texts = [self.bytes_of(token).decode() for token in tokens]
+                texts = [self.token_bytes(token).decode() for token in tokens]
             except UnicodeDecodeError:
                 texts = []
             whole, joined = self.decode(tokens), "".join(texts)
@@ -350,7 +350,7 @@ class Detokenizer:
         3. Give the whole text to the last token that adds text, or to the last token if none adds text, and
            an empty text to all other tokens.
         """
-        data = [self._texts.bytes_of(token) if self._adds_text(token) else b"" for token in tokens]
+        data = [self._texts.token_bytes(token) if self._adds_text(token) else b"" for token in tokens]
         for texts in (_decode_parts(data), [self._get_invalid_run_text(token) for token in tokens]):
             if "".join(texts) == text:
                 return [TokenPiece(*one) for one in zip(tokens, texts, data, strict=True)]
@@ -379,7 +379,7 @@ class Detokenizer:
     def _read_bytes(self, token: int) -> bool:
         """Append the bytes of a token; return True if the last character is incomplete now."""
         if self._adds_text(token):
-            self._partial.decode(self._texts.bytes_of(token))
+            self._partial.decode(self._texts.token_bytes(token))
         return bool(self._partial.getstate()[0])
 
     def _decode(self, tokens: Sequence[int]) -> str:
@@ -400,7 +400,7 @@ def split_text(texts: TokenTexts, text: str, tokens: Sequence[int]) -> list[str]
         text: the text before tokenization.
         tokens: the tokens of the text, without the special tokens that the tokenizer puts before a text.
     """
-    pieces = texts.pieces(tokens)
+    pieces = texts.decode_pieces(tokens)
     if "".join(pieces) == text or not pieces or not texts.tokenizer.is_fast:
         return pieces
     with named_panics():

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from knnstore.documents import convert_rows_to_documents
 from knnstore.errors import ConfigError, InputError
-from knnstore.lm.mixture import mixture_of
+from knnstore.lm.mixture import build_mixture
 from knnstore.lm.scoring.token_scores import score_texts
 from knnstore.lm.settings import KNNSettings, ReadingModel, resolve
 from knnstore.store import KNOWN
@@ -114,7 +114,7 @@ def audit(
     if reader.reads_pairs:
         raise ConfigError("an audit needs a causal model, but this is an encoder-decoder model")
     listed, rng = list(convert_rows_to_documents(documents)), np.random.default_rng(seed)
-    texts = reader.tokenized(listed)
+    texts = reader.tokenize_documents(listed)
     long_enough = [number for number, tokens in enumerate(texts) if len(tokens) > 2]
     if not long_enough:
         raise InputError("nothing to audit: no document has two tokens to predict")
@@ -238,7 +238,7 @@ def _score_texts(lm: ReadingModel, texts: Texts, settings: KNNSettings) -> list[
     """
     log_probs = [dict[int, tuple[float, float]]() for _ in texts]
     for scores in score_texts(lm.store, lm.reader, texts, settings):
-        mixed = mixture_of(settings, scores.evidence).target_log_probs(scores.lm_log_probs, scores.targets)
+        mixed = build_mixture(settings, scores.evidence).target_log_probs(scores.lm_log_probs, scores.targets)
         columns = scores.documents, scores.positions, scores.lm_log_probs, mixed
         rows = zip(*(column.tolist() for column in columns), strict=True)
         for document, position, base, log_prob in rows:

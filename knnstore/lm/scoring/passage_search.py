@@ -72,7 +72,7 @@ def search(lm: ReadingModel, text: str, knn: KNNSettings | None = None, *, limit
     if reader.reads_pairs:
         raise ConfigError("a search needs a causal model, but this is an encoder-decoder model")
     prefix = reader.prefix
-    tokens = reader.tokens(text).tolist()[-(reader.max_length - len(prefix)) :]
+    tokens = reader.tokenize(text).tolist()[-(reader.max_length - len(prefix)) :]
     if not tokens:
         raise InputError("the text is empty")
     # 1) Score the stored records, by keys or by words.
@@ -80,7 +80,7 @@ def search(lm: ReadingModel, text: str, knn: KNNSettings | None = None, *, limit
         totals = _score_records_by_words(store, tokens, settings.selection)
     else:
         row = np.array([[*prefix, *tokens]], np.int64)
-        keys = reader.encoder.keys(row, np.arange(len(prefix), row.size)).cpu().numpy()
+        keys = reader.encoder.compute_keys(row, np.arange(len(prefix), row.size)).cpu().numpy()
         totals = _score_records_by_keys(store, keys, settings)
     # 2) Group neighboring records to passages, and choose the passages with the largest shares.
     places = store.provenance(np.array(list(totals), np.int64), before=0, after=0)
@@ -99,7 +99,7 @@ def search(lm: ReadingModel, text: str, knn: KNNSettings | None = None, *, limit
             place.domain,
             place.document,
             place.position,
-            reader.text([*place.context.tolist(), place.token, *place.continuation.tolist()]),
+            reader.decode([*place.context.tolist(), place.token, *place.continuation.tolist()]),
         )
         for group, place in zip(groups, around, strict=True)
         if place is not None

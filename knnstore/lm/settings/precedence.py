@@ -38,10 +38,10 @@ from knnstore.lm.components import CacheSettings, NGramSettings
 from knnstore.lm.mixing import BinnedLambda, FixedLambda, Mixer
 from knnstore.lm.settings.query import KNNSettings, find_traces
 from knnstore.lm.settings.saved import (
+    create_weights_loader,
     is_mixer_removed,
     save_settings,
     settings_from_dict,
-    weights_for,
 )
 from knnstore.store import EVERYTHING, KNNStore, Reader, SavedSettings, Selection
 
@@ -359,7 +359,7 @@ def _load_stored(
         if lineage is not None and not (lineage.are_within(selection) and store.gone(lineage) == 0)
     ]
     if left_out:
-        settings = settings.without(*left_out)
+        settings = settings.without_components(*left_out)
         if settings.is_model_alone:
             settings = derive_settings()
     return replace(settings, selection=selection)
@@ -384,12 +384,12 @@ def _load_saved(store: Reader, selection: Selection, *, exact: bool) -> KNNSetti
     if saved is None:
         return None
     try:
-        settings = settings_from_dict(saved.query, weights_for(store))
+        settings = settings_from_dict(saved.query, create_weights_loader(store))
     except CorruptWeightsError:
         again = find_saved_settings(store, selection, exact=exact)
         if again is None or again.query == saved.query:
             raise
-        settings = settings_from_dict(again.query, weights_for(store))
+        settings = settings_from_dict(again.query, create_weights_loader(store))
     return replace(settings, unset=frozenset())  # an earlier version did not have the absent fields
 
 
@@ -467,7 +467,7 @@ def _restrict_to_purpose(settings: KNNSettings, purpose: Purpose) -> KNNSettings
         settings: settings without unset fields.
         purpose: scoring or generation.
     """
-    return settings.without(*settings.scoring_only) if purpose is Purpose.GENERATION else settings
+    return settings.without_components(*settings.scoring_only) if purpose is Purpose.GENERATION else settings
 
 
 def _select_given(**values: Any) -> dict[str, Any]:

@@ -297,7 +297,9 @@ class Row:
         # 2) Record its log-probability, without rules and constraint.
         score = TokenScore(token)
         if top is not None:
-            likelihoods = Likelihoods.of(log_probs[None], torch.tensor([token], device=log_probs.device), top)
+            likelihoods = Likelihoods.from_log_probs(
+                log_probs[None], torch.tensor([token], device=log_probs.device), top
+            )
             score = next(build_token_scores(likelihoods, [token], top, self._texts))
         return self.append_token(score, is_complete=is_complete)
 
@@ -465,7 +467,10 @@ def make_token_score(
         listed.append((token, log_prob))
     top_tokens = (
         TopToken(
-            listed_token, _replace_infinity(value), texts.name_of(listed_token), texts.bytes_of(listed_token)
+            listed_token,
+            _replace_infinity(value),
+            texts.name_of(listed_token),
+            texts.token_bytes(listed_token),
         )
         for listed_token, value in listed
     )
