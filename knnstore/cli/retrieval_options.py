@@ -242,9 +242,9 @@ class Query:
         )
         if record.is_stale(store):
             print_message(
-                f"warning: these settings are stale: the store has {record.record_growth(store):.2f} times as "
-                f"many records as when they were fitted, and {record.removed_share(store):.0%} of the documents "
-                "were removed; run knnstore calibrate again"
+                f"warning: these settings are stale: the store has {record.record_growth(store):.2f} times "
+                f"as many records as when they were fitted, and {record.removed_share(store):.0%} of the "
+                "documents were removed; run knnstore calibrate again"
             )
 
 
