@@ -131,7 +131,7 @@ class Sides:
         lm = self._open_everything()
         places, judged = judge(lm, {MODEL: ALONE}, self._texts.test)
         tokens = lm.reader.tokenize_documents(self._texts.test)
-        overlaps = lm.store.overlaps(tokens, letters=lm.reader.letters)
+        overlaps = lm.store.measure_overlaps(tokens, letters=lm.reader.letters)
         marked = mark_terms(self._texts.test, lm.reader, self._terms)
         pairs = zip(places.documents.tolist(), places.positions.tolist(), strict=True)
         rare = np.array([marked[document][position] for document, position in pairs])

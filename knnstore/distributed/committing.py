@@ -77,7 +77,7 @@ def commit_plan(store: KNNStore, folder: PlanFolder, *, progress: Progress | Non
     with store.ingest_leased(lease) as ingest:
         for shard in plan.shards:
             documents = folder.read_documents(shard)
-            versions = store.versions(plan.domain, [planned.document.id for planned in documents])
+            versions = store.stored_versions(plan.domain, [planned.document.id for planned in documents])
             starts = {id: version.start for id, version in versions.items()}
             # A document is left out if its stored version has changed since the plan was made.
             is_current = [

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from knnstore.errors import ConfigError
 from knnstore.lm.reading import read_max_length
 from knnstore.lm.settings import KNNSettings
-from knnstore.store import Draft, NGramCounts, Reader, draft_from
+from knnstore.store import Draft, NGramCounts, Reader, draft_continuation
 
 _MAX_DRAFT = 16
 """Largest number of tokens of a draft."""
@@ -119,7 +119,7 @@ class Drafts:
             self._counts = self._store.ngrams(self._selection)
         if most < 1:
             return []
-        repeated, stored = _draft_repetition(text, most), draft_from(self._counts.text, text, most)
+        repeated, stored = _draft_repetition(text, most), draft_continuation(self._counts.text, text, most)
         shorter = min(len(repeated.tokens), len(stored.tokens))
         agreed = int((repeated.tokens[:shorter] == stored.tokens[:shorter]).cumprod().sum())
         candidates = []

@@ -51,7 +51,7 @@ class Current:
         self, home: Home, catalog: Catalog, mode: Mode, params: Mapping[str, Any], *, copied: bool
     ) -> None:
         self._home = home
-        self._owner = Owner.of(catalog)
+        self._owner = Owner.from_catalog(catalog)
         self._copied = copied or mode == "r"
         self._catalog = catalog
         self._mode: Mode = mode
@@ -116,7 +116,7 @@ class Current:
         if not (copied or self.owned):
             self.place(self.engine).check_owner()
 
-    def problems(self) -> list[str]:
+    def check_claim(self) -> list[str]:
         """Check that the claim can be read. A claim is a text beside the keys that names their owner.
 
         Returns a list with one line of text if the claim is damaged, else an empty list.
@@ -195,4 +195,4 @@ class Current:
         except CorruptDatastoreError:
             if self._mode == "a":
                 raise
-            return KeyOwner.NOBODY  # reading needs not know; `problems` says it
+            return KeyOwner.NOBODY  # reading needs not know; `check_claim` says it

@@ -27,7 +27,12 @@ from knnstore.datastore import Datastore, Keys, SupportsUploads, id_ranges_from_
 from knnstore.errors import DiskFullError, KnnstoreError
 from knnstore.failpoints import failpoint
 from knnstore.store.fitted import drop_settings_of_removed
-from knnstore.store.soundness import abandon_unneeded, checksum, compute_key_crcs, get_checksum_precision
+from knnstore.store.soundness import (
+    abandon_unneeded,
+    compute_key_crcs,
+    format_checksum,
+    get_checksum_precision,
+)
 
 _BATCH_DOCUMENTS = 64  # documents, each of which takes some pages of a database's log
 _BATCH_TOKENS = 1 << 17  # tokens, of four bytes; SQLite writes them to its log to overwrite them
@@ -191,7 +196,7 @@ class Ingest:
         self._datastore.flush()
         failpoint("ingest.flushed")
         return {
-            placed.row: checksum(sums, self._precision) if self._precision else None
+            placed.row: format_checksum(sums, self._precision) if self._precision else None
             for placed, sums in zip(self._placed, self._sums, strict=True)
         }
 

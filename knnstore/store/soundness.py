@@ -71,7 +71,7 @@ def compute_key_crcs(keys: Keys, precision: str) -> Sums:
     return np.fromiter(map(zlib.crc32, rounded + rounded.dtype.type(0)), np.uint32, len(rounded))  # no -0
 
 
-def checksum(sums: Sums, precision: str) -> str:
+def format_checksum(sums: Sums, precision: str) -> str:
     """Return the checksum of a document's keys as text: the precision, a colon and a SHA-256.
 
     Args:
@@ -145,7 +145,7 @@ class Checksums:
         """Compute the checksum of the document whose records were added last; do nothing without records."""
         if self._document >= 0:
             row = int(self._snapshot.rows[self._document])
-            self._checksums[row] = checksum(self._sums, self._precisions[row])
+            self._checksums[row] = format_checksum(self._sums, self._precisions[row])
         self._document = -1
 
 

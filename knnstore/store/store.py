@@ -110,7 +110,7 @@ class KNNStore(StoreReader):
         """
         engine = Engine(store, location or "keys", dict(params or {}))
         folder = Path(home)
-        before = _FolderState.of(folder)
+        before = _FolderState.inspect(folder)
         made = make_store(folder, identity, engine, catalog, projection)
         try:
             new = cls(made, Catalog.open(made.catalog_url), "a")
@@ -313,7 +313,7 @@ class KNNStore(StoreReader):
             The number of selected documents.
         """
         with self._lock_for_writing() as writer:
-            return writer.retag(self.view().rows(selection), add, remove)
+            return writer.retag(self.view().document_rows(selection), add, remove)
 
     def remove_document(self, id: str, *, domain: str | None = None) -> Document:
         """Remove a document, and return its description. No later search of any reader finds its records.
@@ -335,7 +335,7 @@ class KNNStore(StoreReader):
         """
         with self._lock_for_writing() as writer:
             removed = self.select(selection)
-            writer.remove(self.view().rows(selection))
+            writer.remove(self.view().document_rows(selection))
         return removed
 
     def remove_domain(self, name: str) -> Domain:
@@ -344,7 +344,7 @@ class KNNStore(StoreReader):
         Raises DomainNotFoundError if the domain does not exist.
         """
         with self._lock_for_writing() as writer:
-            rows = self.view().rows(Selection((name,)))
+            rows = self.view().document_rows(Selection((name,)))
             domain = next(domain for domain in self.domains() if domain.name == name)
             writer.remove(rows)
         return domain
@@ -398,7 +398,7 @@ class KNNStore(StoreReader):
 
         Returns one line of text for each problem; the list is empty if the store is sound.
         """
-        return self._current.problems() + find_problems(self.home, self._catalog, self.view())
+        return self._current.check_claim() + find_problems(self.home, self._catalog, self.view())
 
     def repair(self, *, take_over: bool = False) -> list[str]:
         """Repair the store as far as possible without a backup, then check all stored data.
@@ -526,7 +526,7 @@ class _FolderState:
     """Parent folders that do not exist, the innermost first."""
 
     @classmethod
-    def of(cls, folder: Path) -> Self:
+    def inspect(cls, folder: Path) -> Self:
         """Return the present state of a folder and its parents."""
         path = folder.resolve()
         mode = stat.S_IMODE(path.stat().st_mode) if path.is_dir() else None

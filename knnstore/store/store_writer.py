@@ -229,8 +229,8 @@ class StoreChanges:
         Also deletes damaged settings, and files of weights that no saved settings refer to.
         """
         drop_damaged_settings(self.writer)
-        self.writer.save_settings(domains, saved.payload())
-        self._new_weights -= set(saved.files())
+        self.writer.save_settings(domains, saved.to_payload())
+        self._new_weights -= set(saved.list_weight_files())
         self._delete_unused_weight_files()
 
     def save_weights(self, weights: Weights) -> str:

@@ -74,7 +74,7 @@ class View:
         self._counts: tuple[Selection, NDArray[np.int64]] | None = None
         self._masks: OrderedDict[Selection, NDArray[np.bool_]] = OrderedDict()
 
-    def holders(self, ids: Ids) -> NDArray[np.int64]:
+    def document_numbers(self, ids: Ids) -> NDArray[np.int64]:
         """Return the primary key of the document to which each record belongs, int64, in the shape of `ids`.
 
         The result is -1 where no document of this view has the record, and for the id -1.
@@ -92,7 +92,7 @@ class View:
         Records that are not live are left out. Raises CorruptDatastoreError if a query has no neighbor,
         although the selected documents have records.
         """
-        live, where, records = self.scope(selection)
+        live, where, records = self.build_scope(selection)
         neighbors = self.datastore.search(queries, k, where=where)
         orphans = ~live.contains(neighbors.ids) & (neighbors.ids >= 0)
         if orphans.any():
@@ -111,7 +111,7 @@ class View:
         Records of other documents are replaced by padding (id -1, distance +inf). Raises
         CorruptDatastoreError if a query has no record, although the selected documents have records.
         """
-        live, where, records = self.scope(selection)
+        live, where, records = self.build_scope(selection)
         visits = self._visit_cells(queries, probes, live, where)
         all_meet = _has_record_for_each_query(visits, len(queries))
         if not all_meet:  # what is not live yet, or no more, took all places
@@ -128,13 +128,13 @@ class View:
         """
         if not self._has_device_visits:
             return None
-        live, where, _ = self.scope(selection)
+        live, where, _ = self.build_scope(selection)
         datastore: Any = self.datastore
         exact = Filter(live, None if where is None else where.groups)
         visits: DeviceVisits | None = datastore.visit_on_device(queries, probes, exact)
         return visits
 
-    def scope(self, selection: Selection) -> Scope:
+    def build_scope(self, selection: Selection) -> Scope:
         """Return the scope of a selection: ids, filter and number of the records of its documents.
 
         The scopes of the latest selections are cached.
@@ -150,37 +150,41 @@ class View:
                 self._scopes.popitem(last=False)
         return scope
 
-    def content(self, hashes: Iterable[str], selection: Selection) -> set[str]:
+    def find_stored_hashes(self, hashes: Iterable[str], selection: Selection) -> set[str]:
         """Return the hashes that are the SHA-256 of a selected document's text; drop all other hashes."""
         duplicates = self._catalog.rows_by_content(hashes)
         reached = self.mask_documents(selection) & self._mask_rows(chain(*duplicates.values()))
         selected_rows = set(self.snapshot.rows[reached].tolist())
         return {hash for hash, rows in duplicates.items() if not selected_rows.isdisjoint(rows)}
 
-    def overlaps(
+    def measure_overlaps(
         self, texts: Sequence[Tokens], selection: Selection, letters: Letters | None = None
     ) -> list[Overlap]:
-        """Measure how much of each text selected documents contain word for word; see `KNNStore.overlaps`.
+        """Measure how much of each text selected documents contain word for word.
 
         Each selected document is read once.
         """
         same, others = [set[int]() for _ in texts], [set[int]() for _ in texts]
-        runs = Runs(texts) if letters is None else Runs([letters.of(text) for text in texts], RUN_LETTERS)
+        runs = (
+            Runs(texts)
+            if letters is None
+            else Runs([letters.from_tokens(text) for text in texts], RUN_LETTERS)
+        )
         for row, tokens in self._catalog.iterate_tokens(
             self.snapshot.rows[self.mask_documents(selection)].tolist()
         ):
-            shared = runs.compare_document(tokens if letters is None else letters.of(tokens))
+            shared = runs.compare_document(tokens if letters is None else letters.from_tokens(tokens))
             for number in shared.same:
                 same[number].add(row)
             for number in shared.others:
                 others[number].add(row)
-        for number, share in enumerate(runs.shares(elsewhere=True)):
+        for number, share in enumerate(runs.covered_shares(elsewhere=True)):
             if share >= KNOWN:
                 same[number] |= others[number]
         hashes = self._catalog.content_hashes(set().union(*same))
         return [
             Overlap(share, frozenset(hashes[row] for row in rows if row in hashes))
-            for share, rows in zip(runs.shares(), same, strict=True)
+            for share, rows in zip(runs.covered_shares(), same, strict=True)
         ]
 
     def token_counts(self, selection: Selection, vocabulary: int) -> NDArray[np.int64]:
@@ -210,7 +214,7 @@ class View:
         self._counts = selection, counts
         return counts
 
-    def rows(self, selection: Selection) -> list[int]:
+    def document_rows(self, selection: Selection) -> list[int]:
         """Return the primary keys of the selected documents, in the order in which they were added."""
         selected_rows: list[int] = self.snapshot.rows[self.mask_documents(selection)].tolist()
         return selected_rows
@@ -224,7 +228,7 @@ class View:
         lengths = self.snapshot.stops - self.snapshot.starts
         return dict(zip(self.snapshot.rows[mask].tolist(), lengths[mask].tolist(), strict=True))
 
-    def texts(self, mask: NDArray[np.bool_]) -> list[NDArray[np.uint32]] | None:
+    def read_tokens(self, mask: NDArray[np.bool_]) -> list[NDArray[np.uint32]] | None:
         """Return the token ids of some documents, uint32 arrays, in the order of the documents' positions.
 
         Args:

@@ -90,7 +90,7 @@ def score_stored(store: Reader, reader: TextReader, selection: Selection) -> NDA
     Returns:
         Float32, shape (n,), in the order of the documents and their tokens.
     """
-    texts = [store.text(number) for number in store.lengths(selection)]
+    texts = [store.tokens_by_number(number) for number in store.lengths(selection)]
     documents, positions, log_probs = [], [], []
     for batch in reader.batch_windows(texts):
         states = reader.encoder.encode(batch.input_ids, batch.at).states

@@ -24,7 +24,7 @@ class StoredRecords:
         """Keys, float32, shape (n, d)."""
         self.tokens = tokens_from_ids(self.ids)
         """The token that each record predicts, shape (n,)."""
-        has_successor = (np.diff(reader.holders(self.ids)) == 0) & (
+        has_successor = (np.diff(reader.document_numbers(self.ids)) == 0) & (
             np.diff(positions_from_ids(self.ids)) == 1
         )
         rows = np.arange(1, len(self.ids))

@@ -461,7 +461,7 @@ def train_substitute(
     selection = Selection(domains=names or None)
     held_out = choose_held_out(store, selection, generator)
     lineage, device = store.lineage(names), reader.encoder.model.device
-    judge = _Judge(reader, [store.text(number) for number in held_out])
+    judge = _Judge(reader, [store.tokens_by_number(number) for number in held_out])
     # 3) Count the tokens of the other documents, and train rows for them.
     shown.start("training", unit="rec")
     blocks = RecordBlocks(store, selection, held_out)
@@ -789,7 +789,7 @@ def _make_fitting(scored: ScoredText, tokens: Tensor) -> DistributionFitting:
         tokens: indices of the tokens, int64, shape (n,).
     """
     name = Substitute.name
-    found = scored.evidence.found[name].rows(tokens)
+    found = scored.evidence.found[name].select_rows(tokens)
     return DistributionFitting(Substitute(), found, scored.target_tokens(tokens), scored.others[name])
 
 

@@ -74,11 +74,11 @@ def test_formulas_are_fitted_as_well_as_a_grid() -> None:
         return -float(scored.log_probs(settings).log_probs.double().mean())
 
     temperatures = np.geomspace(2, 1000, 40)
-    by_nearness = [evidence.settings(float(one), NearnessLambda()) for one in temperatures]
+    by_nearness = [evidence.build_settings(float(one), NearnessLambda()) for one in temperatures]
     assert loss_of(NearnessLambda.fit(evidence, scored)) < min(map(loss_of, by_nearness)) + 2e-3
     fitted = RelativeConfidence.fit(evidence, scored)
     by_ratio = [
-        evidence.settings(fitted.temperature, RelativeConfidence(alpha, tau))
+        evidence.build_settings(fitted.temperature, RelativeConfidence(alpha, tau))
         for alpha in np.linspace(-0.5, 1.5, 15)
         for tau in (-0.5, -0.2, -0.1, 0.1, 0.2, 0.5, 2.0)
     ]

@@ -266,7 +266,7 @@ def test_forward_evaluation_and_explanation_give_the_mixture_by_hand(lm, substit
     settings = using(substitute, k=16, temperature=3.0, lam=lam)
     without = settings.without_components("substitute")
     ids = torch.tensor([[0, 9, 17, 33, 41, 9], [0, 12, 5, 58, 20, 7]])
-    keys = lm.key_encoder.keys(ids, np.arange(ids.numel()))
+    keys = lm.key_encoder.compute_keys(ids, np.arange(ids.numel()))
     p_sub = torch.from_numpy(by_hand(load_head(lm.store, substitute), keys.numpy()))
     store = lm(ids, knn=without).logits.flatten(0, 1).softmax(-1).double()
     expected = 0.6 * p_sub + 0.4 * store
@@ -442,8 +442,8 @@ def test_one_of_an_earlier_version_is_used_with_one_warning(lm, substitute, capl
     record = {"substitute": substitute, "rows": 2}
     query = {"k": 8, "temperature": 3.0, "mixer": {"name": "fixed", "lam": 0.0}, "substitute": substitute}
     former = {**query, "trained_substitute": record}  # as it is in the catalog
-    lm.store.save_settings(SavedSettings.of_payload(former), ["phrases"])
-    assert lm.store.settings(["phrases"]).payload() == json.loads(json.dumps(former))
+    lm.store.save_settings(SavedSettings.from_payload(former), ["phrases"])
+    assert lm.store.settings(["phrases"]).to_payload() == json.loads(json.dumps(former))
     with caplog.at_level(logging.WARNING, "knnstore"):
         found = settings_for(lm.store, PHRASES_ONLY), settings_for(lm.store, PHRASES_ONLY)
     assert found[0].others == found[1].others == {"substitute": substitute}
@@ -458,12 +458,12 @@ def test_one_of_an_earlier_version_is_used_with_one_warning(lm, substitute, capl
     assert "substitute" not in saved.query
     assert saved.query["others"]["substitute"] == {**as_saved(trained), "lam": 0.6}, "λ stays"
     # Without the package the store opens, and the settings are refused by name.
-    lm.store.save_settings(SavedSettings.of_payload(former), ["phrases"])
+    lm.store.save_settings(SavedSettings.from_payload(former), ["phrases"])
     monkeypatch.setattr(registry, "_registered", {})
     monkeypatch.setattr(registry, "_load_installed_components", dict)
     with pytest.raises(ConfigError, match="no component 'substitute' is installed"):
         settings_for(lm.store, PHRASES_ONLY)
-    lm.store.save_settings(SavedSettings.of_payload({**query, "substitute": None}), ["phrases"])
+    lm.store.save_settings(SavedSettings.from_payload({**query, "substitute": None}), ["phrases"])
     assert settings_for(lm.store, PHRASES_ONLY).is_model_alone
 
 

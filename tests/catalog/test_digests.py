@@ -142,9 +142,9 @@ def test_a_damaged_document_is_named_not_used_and_can_be_removed(home: Path) -> 
         "document 'first' of domain 'law' is damaged in the catalog: remove it and add it again"
     ]
     with KNNStore.open(home, "a") as store:
-        first = store.view().rows(Selection(documents=("first",)))[0]
+        first = store.view().document_rows(Selection(documents=("first",)))[0]
         with pytest.raises(CatalogError, match="tokens of a document are damaged"):
-            store.text(first)
+            store.tokens_by_number(first)
         store.remove_document("first")
         assert store.verify() == []
     assert problems(home) == []

@@ -99,10 +99,10 @@ def test_probes_are_chosen_on_the_beginnings_of_documents(lm, monkeypatch) -> No
     assert counts[0].tolist() == list(range(0, len(HELD_OUT), math.ceil(len(HELD_OUT) / 6)))
     assert 500 <= len(sample) < len(further.scored)
     texts = [
-        lm.reader.tokens(HELD_OUT[at].text)[:count]
+        lm.reader.tokenize(HELD_OUT[at].text)[:count]
         for at, count in zip(*(of.tolist() for of in counts), strict=True)
     ]
-    begun = [TextDocument(f"{at}", lm.reader.text(tokens.tolist())) for at, tokens in enumerate(texts)]
+    begun = [TextDocument(f"{at}", lm.reader.decode(tokens.tolist())) for at, tokens in enumerate(texts)]
     assert list(by_probes) == probes
     assert by_probes == pytest.approx(measure_probes(searched(lm, begun), probes)[1], rel=1e-3)
     monkeypatch.setattr(candidates, "_SAMPLE_TOKENS", len(further.scored) // 2 + 1)

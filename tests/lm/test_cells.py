@@ -76,7 +76,7 @@ def test_all_cells_are_all_neighbors(lm, mixer) -> None:
         shares = [[source.share for source in one.neighbors] for one in (expected, found)]
         if mixer != "domains":  # in which equally near records weigh differently
             assert shares[0] == pytest.approx(shares[1], rel=1e-3, abs=1e-7)
-    ids = torch.tensor([lm.reader.tokens(text).tolist()])
+    ids = torch.tensor([lm.reader.tokenize(text).tolist()])
     with torch.no_grad():
         logits = [lm(ids, knn=settings).logits for settings in (by_k, by_cells)]
     assert torch.allclose(*logits, atol=1e-4)

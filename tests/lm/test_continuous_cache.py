@@ -212,7 +212,7 @@ def test_documents_longer_than_the_window_match_an_oracle_that_has_all_keys(lm, 
     assert max(compared) <= weighed_at_once * cache.size, "more is held in memory at once than may be"
     probs = []
     for text in texts:
-        tokens = lm.reader.tokens(text).tolist()
+        tokens = lm.reader.tokenize(text).tolist()
         keys, gold_lm = [], []
         for position in range(len(tokens)):
             # The window that predicts a token: its end is the first of 11, 17, 23, ... past the token.

@@ -106,7 +106,7 @@ def test_a_trained_component_of_an_earlier_version_is_as_one_not_installed(store
     part = {"lam": 0.6, "weights": weights, "traces": {**asdict(store.lineage()), "domains": []}}
     record = {"substitute": part, "rows": 1, "tokens": 5}
     unused = {**QUERY, "trained_substitute": record}
-    store.save_settings(SavedSettings.of_payload({**unused, "substitute": part}))
+    store.save_settings(SavedSettings.from_payload({**unused, "substitute": part}))
     with KNNStore.open(store.home.path) as opened:
         assert opened.info()["trained"] == ["substitute of the whole store: ready"]
         assert opened.verify() == []
@@ -118,7 +118,7 @@ def test_a_trained_component_of_an_earlier_version_is_as_one_not_installed(store
     assert str(former.value) == str(now.value)
     assert "no component 'substitute' is installed" in str(now.value)
     # One that is not in use needs no package.
-    store.save_settings(SavedSettings.of_payload(unused))
+    store.save_settings(SavedSettings.from_payload(unused))
     assert resolve(store) == KNNSettings(8, 4.0, lam=0.5)
     assert store.settings().trained == {"substitute": record}
     store.remove_document(next(iter(store.documents())).id)

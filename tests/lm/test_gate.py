@@ -213,7 +213,7 @@ def unlike(features: torch.Tensor, start: list[float]) -> Network:
 
 
 def test_forward_and_generation_use_the_gate_as_scoring_does(lm, scored, gated) -> None:
-    ids = torch.tensor([[0, *lm.reader.tokens(TEXTS[10].text).tolist()]])
+    ids = torch.tensor([[0, *lm.reader.tokenize(TEXTS[10].text).tolist()]])
     with torch.no_grad():
         whole = lm(ids, knn=gated).logits
         padded = lm(

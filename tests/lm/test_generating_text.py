@@ -35,7 +35,7 @@ def lm(request, tmp_path_factory):
 
 def generated(lm, prompt, seed, **options):
     """The prompt's tokens, and those of each continuation."""
-    ids = [*lm.reader.prefix, *lm.reader.tokens(prompt).tolist()]
+    ids = [*lm.reader.prefix, *lm.reader.tokenize(prompt).tolist()]
     set_seed(seed)
     with torch.no_grad():
         rows = lm.generate(torch.tensor([ids]), **SAMPLED, **options)

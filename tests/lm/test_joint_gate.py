@@ -133,7 +133,7 @@ def test_it_is_a_softmax_over_the_experts_that_say_something(lm, scored, gated, 
 
 
 def test_forward_generation_and_explain_use_it_as_scoring_does(lm, scored, gated) -> None:
-    ids = torch.tensor([[0, *lm.reader.tokens(TEXTS[10].text).tolist()]])
+    ids = torch.tensor([[0, *lm.reader.tokenize(TEXTS[10].text).tolist()]])
     with torch.no_grad():
         whole = lm(ids, knn=gated).logits
     torch.testing.assert_close(whole.exp().sum(-1), torch.ones(whole.shape[:2]), atol=1e-4, rtol=0)
@@ -159,7 +159,7 @@ def test_forward_generation_and_explain_use_it_as_scoring_does(lm, scored, gated
 
 
 def test_a_model_can_be_trained_after_inference(lm, gated) -> None:
-    tokens = torch.tensor([lm.reader.tokens("The harbour of the old town").tolist()])
+    tokens = torch.tensor([lm.reader.tokenize("The harbour of the old town").tolist()])
     with torch.inference_mode():
         lm(input_ids=tokens, knn=gated)
     lm(input_ids=tokens, labels=tokens, knn=gated).loss.backward()
@@ -180,7 +180,7 @@ def test_drafts_and_a_stream_say_what_is_written_without(lm, gated, monkeypatch,
     made = []
     learn = Drafts.learn
     monkeypatch.setattr(Drafts, "learn", lambda *given: made.append(given[1:]) or learn(*given))
-    prompt = lm.reader.tokens(TEXTS[3].text)[:9].tolist()
+    prompt = lm.reader.tokenize(TEXTS[3].text)[:9].tolist()
     written = []
     for draft in (False, True):
         told = []
@@ -197,7 +197,7 @@ def test_drafts_and_a_stream_say_what_is_written_without(lm, gated, monkeypatch,
 
 
 def test_every_row_has_settings_of_its_own(lm, gated) -> None:
-    ids = torch.tensor([[0, *lm.reader.tokens(TEXTS[at].text)[:20].tolist()] for at in (10, 11, 12)])
+    ids = torch.tensor([[0, *lm.reader.tokenize(TEXTS[at].text)[:20].tolist()] for at in (10, 11, 12)])
     each = [gated, replace(gated, cache=None), replace(gated, gate=None)]
     with torch.no_grad():
         together = lm(ids, knn=each).logits

@@ -94,7 +94,7 @@ def p_title(tokens: list[int]) -> float:
 
 def test_it_is_mixed_wherever_text_is_read(lm, title) -> None:
     (text,) = titled(1, "t")
-    tokens = lm.reader.tokens(text["text"]).tolist()
+    tokens = lm.reader.tokenize(text["text"]).tolist()
     ids = torch.tensor([[0, *tokens]])
     with torch.no_grad():
         base = lm.base(ids).logits[0].float().softmax(-1)
@@ -173,7 +173,7 @@ def test_its_settings_are_checked_by_name(title) -> None:
     assert KNNSettings(others={"title": {}}).others == {"title": {"lam": 0.1}}
     values = json.loads(json.dumps(settings_to_dict(title)))
     assert settings_from_dict(values) == replace(title, unset=frozenset())
-    assert title.without("title").others == {}
+    assert title.without_components("title").others == {}
 
 
 def test_without_the_package_its_settings_are_refused_by_name() -> None:
@@ -217,7 +217,7 @@ def test_it_is_served(lm, title, package, tmp_path, monkeypatch) -> None:
     knnstore.lm.save_settings(lm.store, replace(title, unset=frozenset()))
     (text,) = titled(1, "t")
     with torch.no_grad():
-        ids = torch.tensor([[0, *lm.reader.tokens(text["text"]).tolist()]])
+        ids = torch.tensor([[0, *lm.reader.tokenize(text["text"]).tolist()]])
         expected = lm(ids, knn=settings_for(lm.store)).logits[0].log_softmax(-1)
     lm.store.close()
     home = Path(shutil.copytree(lm.store.home.path, tmp_path / "served"))

@@ -29,7 +29,7 @@ class Nearer(SimpleMixer):
     def fit(cls, evidence, scored):
         assert torch.equal(scored.distances[evidence.tokens, :1], evidence.nearest.distances)
         limit = float(evidence.nearest.distances.median())
-        return evidence.settings(float(evidence.temperatures[8]), cls(0.4, limit))
+        return evidence.build_settings(float(evidence.temperatures[8]), cls(0.4, limit))
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ def mixed(lm, texts) -> list[float]:
     lm.evaluate(texts, KNNSettings(lam=0.0), table=table)
     below, found = iter([row["p"] for row in table.rows(lm.tokenizer)]), []
     for text in texts:
-        tokens = lm.reader.tokens(text.text).tolist()
+        tokens = lm.reader.tokenize(text.text).tolist()
         for at, token in enumerate(tokens):
             expected, (length, *_) = definition(tokens[:at], NGRAMS.order)
             lam = NGRAMS.by_length[length] if length else 0.0

@@ -86,7 +86,7 @@ def test_texts_repeat_themselves_more_if_one_measure_is_larger_beyond_chance() -
 def test_beginnings_are_those_of_each_document_first(lm) -> None:
     short = replace(HELD_OUT[2], text=" ".join(HELD_OUT[2].text.split()[:20]))
     begun = Beginnings.from_documents(lm.reader, [*HELD_OUT[:2], short])
-    texts = [lm.reader.tokens(document.text).tolist() for document in HELD_OUT[:3]]
+    texts = [lm.reader.tokenize(document.text).tolist() for document in HELD_OUT[:3]]
     parts = [(text, 0) for text in texts] + [(text, first) for first in (31, 62, 93) for text in texts[:2]]
     assert begun.prompts.tolist() == [[0, *text[first : first + 8]] for text, first in parts]
     assert begun.ends == [text[first + 8 : first + 31] for text, first in parts if text is not texts[2]][:6]

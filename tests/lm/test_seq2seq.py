@@ -135,7 +135,7 @@ def test_the_loss_is_that_of_the_mixture(lm) -> None:
     """Labels are not shifted, and the decoder reads them after its first token."""
     (pair,) = HELD_OUT[:1]
     source = make_tokenizer()(pair["source"], return_tensors="pt")
-    labels = torch.tensor([[*lm.family.prefix[1:], *lm.reader.tokens(pair["text"]).tolist()]])
+    labels = torch.tensor([[*lm.family.prefix[1:], *lm.reader.tokenize(pair["text"]).tolist()]])
     lm.base.config.decoder_start_token_id = lm.family.start  # as a checkpoint has it
     with torch.no_grad():
         output = lm(**source, labels=labels, knn=KNN)

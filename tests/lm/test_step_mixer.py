@@ -78,7 +78,7 @@ def settings_of(lm, options: dict, purpose: Purpose) -> KNNSettings:
 
 def prompts(lm) -> list[list[int]]:
     texts = [FIRST[0], SECOND[0], FIRST[3] + " " + FIRST[4], SECOND[2]]
-    return [[*lm.reader.prefix, *lm.reader.tokens(text).tolist()] for text in texts]
+    return [[*lm.reader.prefix, *lm.reader.tokenize(text).tolist()] for text in texts]
 
 
 def test_requests_with_options_of_their_own_generate_what_generate_does(lm, reader) -> None:

@@ -178,7 +178,7 @@ def test_documents_are_committed_in_time_however_slow_the_model_is(lm, monkeypat
         now[0] += len(at) / 1000
         return keys(ids, at, source)
 
-    monkeypatch.setattr(lm.key_encoder, "keys", slowly)
+    monkeypatch.setattr(lm.key_encoder, "compute_keys", slowly)
     monkeypatch.setattr(adding, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     weights = sum(one.numel() for one in lm.base.parameters())
     monkeypatch.setattr(adding, "_ASSUMED_OPERATIONS", 3000 * 2 * weights)
@@ -362,7 +362,7 @@ def test_documents_are_told_apart_and_intervals_are_over_them(lm) -> None:
     losses = [(one.tokens, one.tokens * math.log(one.knn_ppl / one.base_ppl)) for one in found.by_document]
     lengths, sums = (np.array(column) for column in zip(*losses, strict=True))
     assert found.intervals.change == pytest.approx(tuple(compute_interval(sums, lengths)), rel=1e-5)
-    groups = found.by("domain")
+    groups = found.group_by("domain")
     assert {value: group.documents for value, group in groups.items()} == {"x": 6, "y": 3, None: 1}
     of_y = lm.evaluate([one for one in held_out if one["domain"] == "y"], settings)
     assert groups["y"].knn.ppl == pytest.approx(of_y.knn_ppl, rel=1e-5)

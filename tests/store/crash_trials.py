@@ -102,7 +102,10 @@ def plan_and_encode(store: KNNStore) -> None:
     """Make a plan in the store's folder, and write the keys of its shards."""
     from knnstore.distributed.plan_folder import Plan, PlanFolder, PlannedDocument, ShardWriter  # slow
 
-    folder, versions = PlanFolder(store.home.path / "plan"), store.versions("a", [id for _, id in PLANNED])
+    folder, versions = (
+        PlanFolder(store.home.path / "plan"),
+        store.stored_versions("a", [id for _, id in PLANNED]),
+    )
     with ShardWriter(folder, store.id, 0) as writer:
         for (domain, id), version in PLANNED.items():
             document = NewDocument(id, domain, f"{version:064d}", tokens_for(domain, id, version))

@@ -81,9 +81,9 @@ def test_many_are_selected_by_few_statements(store: KNNStore) -> None:
         store.lengths(Selection(documents=(*(f"{i}" for i in range(700)), "none", "neither")))
     held_out = [f"{i:064x}" for i in range(1000, 3000)]
     with statements(store) as executed:
-        assert store.stored_content(held_out) == set(held_out[:200])
+        assert store.find_stored_hashes(held_out) == set(held_out[:200])
     assert len(executed) <= 2
-    assert store.stored_content(held_out[195:205], Selection(domains=("39",))) == {held_out[199]}
+    assert store.find_stored_hashes(held_out[195:205], Selection(domains=("39",))) == {held_out[199]}
 
 
 @pytest.mark.slow

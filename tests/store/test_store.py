@@ -81,7 +81,7 @@ def test_what_a_commit_removes_during_a_search_is_not_returned(store, writer, mo
 def test_excluding_by_content_leaves_exactly_that_document_out(store, writer) -> None:
     writer.add("law", "1", "2")
     hashes = {document.id: document.content_hash for document in store.documents()}
-    found = store.search(writer.keys["law", "1"], 1, Selection().without(hashes["1"]))
+    found = store.search(writer.keys["law", "1"], 1, Selection().without_content(hashes["1"]))
     assert {place.document for place in store.provenance(found.ids[:, 0])} == {"2"}
 
 
@@ -104,18 +104,18 @@ def test_records_are_read_of_what_is_selected_but_for_some_documents(store, writ
     law = Selection(domains=("law",))
     first, second = store.lengths(law)
     assert store.lengths() == {first: 20, second: 20, second + 1: 7}
-    assert store.text(second).tolist() == writer.tokens["law", "2"].tolist()
+    assert store.tokens_by_number(second).tolist() == writer.tokens["law", "2"].tolist()
     batches = list(store.records(law, without=[first], batch_size=15))
     assert (
         np.concatenate([tokens_from_ids(batch.ids) for batch in batches]).tolist()
-        == store.text(second).tolist()
+        == store.tokens_by_number(second).tolist()
     )
     assert np.array_equal(np.concatenate([batch.keys for batch in batches]), writer.keys["law", "2"])
     with pytest.raises(DomainNotFoundError):
         next(store.records(Selection(domains=("tax",))))
     store.remove_document("2")
     with pytest.raises(DocumentNotFoundError):
-        store.text(second)
+        store.tokens_by_number(second)
 
 
 def test_provenance_names_document_position_and_surroundings(store, writer) -> None:
@@ -360,7 +360,7 @@ def test_lost_keys_are_noticed_and_not_replaced_by_nothing(store, writer, home) 
 
 def test_verify_finds_records_that_differ_from_the_catalog(store, writer) -> None:
     writer.add("law", "1", "2")
-    live = store.view().scope(Selection(documents=("1",))).live
+    live = store.view().build_scope(Selection(documents=("1",))).live
     store.datastore.delete(live)
     problems = store.verify()
     assert len(problems) == 1

@@ -316,7 +316,7 @@ def _show_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> Non
             ((scope, candidate) for scope, candidate in candidates if candidate and candidate.query),
             ((), None),
         )
-        stored_count = len(store.stored_content(saved.fitted_on)) if saved else 0
+        stored_count = len(store.find_stored_hashes(saved.fitted_on)) if saved else 0
     if saved is None:
         print_result({"settings": None}, "no settings are saved: the defaults are used", as_json=as_json)
         return

@@ -326,7 +326,7 @@ def _measure_generation(
     """
     groups = group_by_left_out(documents, reached)
     members, excluded = next((group for group in groups if not group[1]), groups[0])
-    begun, narrowed = [documents[index] for index in members], settings.selection.without(*excluded)
+    begun, narrowed = [documents[index] for index in members], settings.selection.without_content(*excluded)
     scoring_only, written = find_scoring_only(lm, begun, replace(settings, selection=narrowed), progress)
     if not written:
         return settings.scoring_only

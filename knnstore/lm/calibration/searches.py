@@ -216,7 +216,10 @@ class FurtherSearches:
         documents = self.scored.documents
         self._progress_bar.start(title, total=len(documents))
         return [
-            (torch.isin(documents, torch.tensor(members)).nonzero()[:, 0], selection.without(*excluded))
+            (
+                torch.isin(documents, torch.tensor(members)).nonzero()[:, 0],
+                selection.without_content(*excluded),
+            )
             for members, excluded in group_by_left_out(self.documents, self.left_out)
         ]
 

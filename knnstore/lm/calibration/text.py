@@ -69,7 +69,7 @@ class TextToFit:
         Raises:
             InputError: a stored document was removed or replaced.
         """
-        gone = len(self.stored) - len(store.stored_content(self.stored))
+        gone = len(self.stored) - len(store.find_stored_hashes(self.stored))
         if gone:
             raise InputError(
                 f"nothing is saved: {gone:,} of the stored documents that the settings were fitted to were "
@@ -147,7 +147,7 @@ def choose_stored(store: Reader, reader: TextReader, selection: Selection, token
             break
         length = min(lengths[number] - len(reader.document_tokenizer.end), _MAX_DOCUMENT_TOKENS)
         source = store.metadata([number]).get(number, {}).get(SOURCE) if reader.reads_pairs else None
-        text = reader.decode(store.text(number)[:length].tolist())
+        text = reader.decode(store.tokens_by_number(number)[:length].tolist())
         document = TextDocument(str(number), text, source=source)
         if text.strip() and document.content_hash not in chosen:
             chosen[document.content_hash], numbers[document.content_hash] = document, number

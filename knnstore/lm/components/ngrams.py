@@ -372,8 +372,8 @@ class NGrams(CountedNGrams):
             found = TargetContinuation.empty(order, len(contexts))._replace(history=history, top=top)
             if not counts.is_empty:
                 matches, rows, at = _match_contexts(counts, contexts, order)
-                of_rows = matches.suffixes(at, order)
-                found.probs[rows] = torch.from_numpy(matches.gold(at, order))
+                of_rows = matches.find_longest_suffixes(at, order)
+                found.probs[rows] = torch.from_numpy(matches.target_probs(at, order))
                 found.suffixes[rows] = torch.from_numpy(np.stack(of_rows, 1))
                 if top is not None:
                     tops = matches.find_top_tokens(at, of_rows)
@@ -383,7 +383,7 @@ class NGrams(CountedNGrams):
             return Continuation.empty(len(contexts))._replace(history=history, top=top)
         match = _match_contexts if len(contexts) > _MAX_ENDS else _match_ends
         matches, rows, at = match(counts, contexts, order)
-        seen = matches.distribution(at, order)
+        seen = matches.next_token_distribution(at, order)
         weights, tokens = arrange_by_row(rows[seen.rows], seen.probs, seen.tokens, len(contexts))
         rest, suffixes = np.zeros(len(contexts), np.float32), np.zeros((len(contexts), 3), np.int64)
         rest[rows] = seen.rest
@@ -435,7 +435,7 @@ class NGrams(CountedNGrams):
         """
         contexts, order = question.contexts, question.settings.order
         matches, _, at = _match_contexts(question.reader.ngrams(question.selection), contexts, order)
-        occurrences = matches.occurrences(at, order, max(most, _MIN_CITED_PLACES))
+        occurrences = matches.find_occurrences(at, order, max(most, _MIN_CITED_PLACES))
         return cite_occurrences(self.name, contexts, weights, occurrences)
 
 
@@ -526,13 +526,13 @@ def _compute_history_of_texts(
 ) -> None:
     """Write the history of each position into `history`; all tokens of the texts are looked up at once."""
     cut = contexts.cut(max(_WINDOWS) + order - 1)
-    matches = Matches.of(counts, cut.texts, cut.is_whole)
+    matches = Matches.look_up_texts(counts, cut.texts, cut.is_whole)
     # 1) The sum of log-probabilities before each symbol. A symbol without one before it is not counted.
     starts = matches.firsts + ~np.array(cut.is_whole, np.bool_)
     stops = matches.firsts + np.array([len(text) for text in cut.texts], np.int64)
     counted = np.concatenate([np.zeros(0, np.int64), *map(np.arange, starts, np.maximum(starts, stops))])
     sums = np.zeros(int(stops.max(initial=0)) + 1)
-    sums[counted + 1] = np.log(matches.gold(counted - 1, order) + _HISTORY_FLOOR)
+    sums[counted + 1] = np.log(matches.target_probs(counted - 1, order) + _HISTORY_FLOOR)
     sums = sums.cumsum()
     # 2) The mean over each window.
     ends, begins = matches.firsts[cut.owners] + cut.lengths, starts[cut.owners]
@@ -582,7 +582,7 @@ def _match_contexts(
         in the matches, int64, shape (m,).
     """
     cut = contexts.cut(order)
-    matches = Matches.of(counts, cut.texts, cut.is_whole)
+    matches = Matches.look_up_texts(counts, cut.texts, cut.is_whole)
     return matches, cut.rows, matches.firsts[cut.owners] + cut.lengths - 1
 
 
@@ -601,7 +601,7 @@ def _match_ends(
     for owner, length in zip(contexts.owners[rows].tolist(), contexts.lengths[rows].tolist(), strict=True):
         ends.append(contexts.texts[owner][max(0, length - order + 1) : length].tolist())
         begins.append(contexts.is_whole[owner] and length < order - 1)
-    matches = Matches.of_ends(counts, ends, begins)
+    matches = Matches.look_up_ends(counts, ends, begins)
     return matches, rows, matches.firsts
 
 

@@ -391,11 +391,11 @@ class _DocumentEffects:
         """
         # 1) List all records with a live document: number of the token, of the document, weight,
         # contribution.
-        key_documents = self._store.holders(mixed.ids)
+        key_documents = self._store.document_numbers(mixed.ids)
         rows, columns = np.nonzero((key_documents >= 0) & (mixed.weights > 0))
         weights = mixed.weights[rows, columns]
         target_weights = weights * mixed.is_target[rows, columns]
-        place_documents = self._store.holders(places.ids)
+        place_documents = self._store.document_numbers(places.ids)
         is_live = place_documents >= 0
         zeros = np.zeros(int(is_live.sum()))
         documents = np.concatenate([key_documents[rows, columns], place_documents[is_live]])
@@ -539,7 +539,7 @@ class _SourceDescriber:
         Args:
             ids: record ids, shape (n,).
         """
-        documents = self._store.holders(ids).tolist()
+        documents = self._store.document_numbers(ids).tolist()
         new = {number for number in documents if number >= 0} - self._source_texts.keys()
         for number, metadata in self._store.metadata(new).items():
             self._source_texts[number] = metadata[SOURCE]

@@ -124,7 +124,7 @@ class Evidence:
             searches=[search.select_rows(rows) for search in self.searches],
             keys=select_from_column(self.keys),
             lm_entropy=select_from_column(self.lm_entropy),
-            found={name: result.rows(rows) for name, result in self.found.items()},
+            found={name: result.select_rows(rows) for name, result in self.found.items()},
         )
 
     @classmethod
@@ -142,7 +142,7 @@ class Evidence:
 
         neighbors = [search for part in parts for search in part.searches if isinstance(search, NeighborSums)]
         found = {
-            name: result.joined([part.found[name] for part in parts])
+            name: result.concatenate([part.found[name] for part in parts])
             for name, result in parts[0].found.items()
         }
         return cls(

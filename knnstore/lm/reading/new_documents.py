@@ -79,7 +79,7 @@ class NewDocuments:
                 return
             if chunk is None:
                 return
-            versions = self._store.versions(self._domain, [document.id for document in chunk])
+            versions = self._store.stored_versions(self._domain, [document.id for document in chunk])
             yield from self._tokenize(self._select_changed(chunk, versions), versions)
 
     def warn_of_other_ids(self) -> None:
@@ -87,7 +87,7 @@ class NewDocuments:
 
         This happens if a file was renamed.
         """
-        twice = self._store.other_ids(self._domain, self._new_ids) if self._new_ids else {}
+        twice = self._store.find_ids_by_content(self._domain, self._new_ids) if self._new_ids else {}
         for id, other in list(twice.items())[:1]:
             _logger.warning(
                 "%s of these texts are also stored in %s under another id, such as %r as %r, and count "

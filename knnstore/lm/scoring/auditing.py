@@ -121,10 +121,10 @@ def audit(
     chosen = rng.permutation(long_enough)[:_SAMPLE_DOCUMENTS]
     sample = [texts[number][: min(_SAMPLE_TOKENS, reader.max_length - 1)] for number in chosen]
     scored = _score_texts(lm, sample, settings)
-    overlaps = lm.store.overlaps(texts, settings.selection, reader.letters)
+    overlaps = lm.store.measure_overlaps(texts, settings.selection, reader.letters)
     shared = sum(overlap.share * len(tokens) for overlap, tokens in zip(overlaps, texts, strict=True))
     share = shared / sum(map(len, texts))
-    exact = lm.store.stored_content((document.content_hash for document in listed), settings.selection)
+    exact = lm.store.find_stored_hashes((document.content_hash for document in listed), settings.selection)
     stored = [
         f"{document.id} ({overlap.share:.0%})"
         for document, overlap in zip(listed, overlaps, strict=True)

@@ -147,8 +147,11 @@ def _score_records_by_words(store: Reader, tokens: Sequence[int], selection: Sel
     Returns:
         The score of each found record, 0 to 1, by record id.
     """
-    matches, totals = Matches.of(store.ngrams(selection), [np.array(tokens)], [False]), dict[int, float]()
-    places = matches.occurrences(np.arange(len(tokens) - 1), LONGEST_NGRAM, _NEIGHBORS_PER_TOKEN)
+    matches, totals = (
+        Matches.look_up_texts(store.ngrams(selection), [np.array(tokens)], [False]),
+        dict[int, float](),
+    )
+    places = matches.find_occurrences(np.arange(len(tokens) - 1), LONGEST_NGRAM, _NEIGHBORS_PER_TOKEN)
     for occurrences, token in zip(places, tokens[1:], strict=True):
         longest = [place for place in occurrences if place.matched == occurrences[0].matched]
         positions = np.array([place.position for place in longest], np.int64)

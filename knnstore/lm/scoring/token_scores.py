@@ -181,8 +181,8 @@ class HeldOut(NamedTuple):
             InputError: a document cannot be used.
         """
         listed = list(reader.document_tokenizer.read(documents))
-        exact = store.stored_content((document.content_hash for document in listed), selection)
-        overlaps = store.overlaps(reader.tokenize_documents(listed), selection, reader.letters)
+        exact = store.find_stored_hashes((document.content_hash for document in listed), selection)
+        overlaps = store.measure_overlaps(reader.tokenize_documents(listed), selection, reader.letters)
         stored = {
             document.content_hash: overlap.documents | ({document.content_hash} & exact)
             for document, overlap in zip(listed, overlaps, strict=True)
@@ -229,7 +229,7 @@ def score_held_out(
         The scores of a few tokens at a time; `TokenScores.documents` has indices into `documents`.
     """
     for members, excluded in group_by_left_out(documents, left_out):
-        narrowed = replace(settings, selection=settings.selection.without(*excluded))
+        narrowed = replace(settings, selection=settings.selection.without_content(*excluded))
         for scores in score_documents(store, reader, [documents[at] for at in members], narrowed, progress):
             yield scores.with_documents(np.array(members, np.int64)[scores.documents])
 

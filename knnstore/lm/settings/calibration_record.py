@@ -87,7 +87,7 @@ class CalibrationRecord:
 
         0.0 if the searched documents are not known.
         """
-        return store.gone(self.stored) if self.stored else 0.0
+        return store.removed_share(self.stored) if self.stored else 0.0
 
     def is_stale(self, store: Reader) -> bool:
         """Check whether the store has changed so much that calibrating again is advisable.

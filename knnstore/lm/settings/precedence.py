@@ -263,7 +263,7 @@ def is_outdated(store: Reader, component: Mapping[str, Any]) -> bool:
         component: settings of the component. If they name no documents, the result is False.
     """
     lineage = find_traces(component)
-    return lineage is not None and store.gone(lineage) > 0
+    return lineage is not None and store.removed_share(lineage) > 0
 
 
 def derive_default(store: Reader, selection: Selection = EVERYTHING) -> KNNSettings:
@@ -356,7 +356,7 @@ def _load_stored(
     left_out = [
         name
         for name, lineage in lineages.items()
-        if lineage is not None and not (lineage.are_within(selection) and store.gone(lineage) == 0)
+        if lineage is not None and not (lineage.are_within(selection) and store.removed_share(lineage) == 0)
     ]
     if left_out:
         settings = settings.without_components(*left_out)

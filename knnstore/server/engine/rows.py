@@ -75,7 +75,7 @@ class Constraint(Protocol):
     def fork(self) -> "Constraint":
         """Return an independent copy in the current state, for another text with the same tokens."""
 
-    def restrict(self, log_probs: Tensor) -> Tensor:
+    def mask_log_probs(self, log_probs: Tensor) -> Tensor:
         """Return a copy of the next token's log-probabilities, with -inf for each token that is not allowed.
 
         Input and result have the shape (v,). At least one log-probability of the result is finite.
@@ -287,7 +287,7 @@ class Row:
             input_ids: Any = torch.tensor([self.tokens], device=log_probs.device)
             allowed = self._rules(input_ids, allowed[None])[0]
         if self._constraint is not None:
-            allowed = self._constraint.restrict(allowed)
+            allowed = self._constraint.mask_log_probs(allowed)
         if allowed is not log_probs:
             likeliest = int(allowed.argmax())
         token = (

@@ -32,7 +32,7 @@ class Lineage:
     """Bound of the positions: all tokens of these documents have positions below this number."""
 
     @classmethod
-    def of(cls, snapshot: Snapshot, domains: Iterable[str] = ()) -> Self:
+    def from_snapshot(cls, snapshot: Snapshot, domains: Iterable[str] = ()) -> Self:
         """Return the lineage (the set) of all documents that some domains have in a snapshot.
 
         Args:
@@ -48,7 +48,7 @@ class Lineage:
         """Create a lineage from a dict of its three fields. Other dicts raise TypeError or KeyError."""
         return cls(**{**values, "domains": tuple(values["domains"])})
 
-    def gone(self, snapshot: Snapshot) -> float:
+    def removed_share(self, snapshot: Snapshot) -> float:
         """Return the share (0 to 1) of the lineage's documents that were removed or replaced since.
 
         Args:

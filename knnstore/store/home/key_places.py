@@ -76,7 +76,7 @@ class Owner:
     """Location of the catalog's database: the absolute path of a SQLite file, or a URL without password."""
 
     @classmethod
-    def of(cls, catalog: Catalog) -> Self:
+    def from_catalog(cls, catalog: Catalog) -> Self:
         """Return the owner that stands for the store of a catalog."""
         return cls(catalog.store_id, *catalog.identify_database())
 

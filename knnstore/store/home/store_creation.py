@@ -235,7 +235,7 @@ def make_store(
             with closing(
                 Catalog.create(home.catalog_url, identity, engine, store_id=creation.store_id)
             ) as new:
-                replace(place, owner=Owner.of(new)).claim(copied=has_begun)
+                replace(place, owner=Owner.from_catalog(new)).claim(copied=has_begun)
         # 4) Rename the folder: now the store exists.
         home.write()
         os.rename(unfinished, folder)

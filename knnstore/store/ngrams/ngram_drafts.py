@@ -28,7 +28,7 @@ class Draft(NamedTuple):
     """
 
 
-def draft_from(text: SortedText, tokens: NDArray[np.int64], most: int, least: int = 2) -> Draft:
+def draft_continuation(text: SortedText, tokens: NDArray[np.int64], most: int, least: int = 2) -> Draft:
     """Find the last tokens of a text in stored documents, and return the tokens that follow there.
 
     As many last tokens as possible are matched, at most `DEPTH` - 1. If they occur at several places, the

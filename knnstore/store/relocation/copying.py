@@ -99,7 +99,7 @@ def transfer(
     if not records:
         return Transferred(0, copied, None, 0, target.capabilities.codes)
     found_distances = target.search(queries, nearest.k).distances
-    recall = float((found_distances <= nearest.bounds()[:, None]).mean())
+    recall = float((found_distances <= nearest.upper_bounds()[:, None]).mean())
     if target.capabilities.exact_search and recall < 1:
         raise DatastoreError(f"a search in the copy does not find the nearest records: {GIVE_UP}")
     return Transferred(records, copied, recall, nearest.k, target.capabilities.codes)
@@ -328,7 +328,7 @@ class _NearestDistances:
             )
             self._distances = np.partition(both, self.k - 1, axis=1)[:, : self.k]
 
-    def bounds(self) -> Distances:
+    def upper_bounds(self) -> Distances:
         """Return for each query the distance of its k-th nearest key plus a rounding margin, shape (q,)."""
         furthest = self._distances.max(axis=1)
         origin = self._queries.mean(axis=0) if self._metric is Metric.L2 else 0
