@@ -172,7 +172,7 @@ def test_an_interrupted_run_goes_on_where_it_was(lm) -> None:
 
 def test_documents_are_committed_in_time_however_slow_the_model_is(lm, monkeypatch) -> None:
     """Ten tokens a document, 1,000 tokens a second, of which 3,000 were expected by the model's size."""
-    keys, now = lm.key_encoder.keys, [0.0]
+    keys, now = lm.key_encoder.compute_keys, [0.0]
 
     def slowly(ids, at, source):
         now[0] += len(at) / 1000

@@ -249,7 +249,9 @@ class StoreGeneration(GenerationMixin):
             if mask is not None:
                 tokens = tokens[mask[row].to(tokens.device) != 0]  # noqa: PLW2901
             if len(tokens):
-                self.extend_texts([text], tokens[None], self.key_encoder.key_states(tokens[None]), None)
+                self.extend_texts(
+                    [text], tokens[None], self.key_encoder.compute_key_states(tokens[None]), None
+                )
             texts.append(text)
         return texts
 
