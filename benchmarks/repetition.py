@@ -54,11 +54,11 @@ def measure(lm: KNNLMForCausalLM, parts: Parts, settings: KNNSettings) -> dict[s
         of_writing = "model"
     else:
         sides.setdefault(of_writing, lm.resolve_settings(settings, Purpose.GENERATION))
-    written = {"model": Repeated.from_texts(begun.generate(lm, KNNSettings(k=1, lam=0.0)))}
+    written = {"model": Repeated.from_texts(begun.generate_continuations(lm, KNNSettings(k=1, lam=0.0)))}
     seconds = {}
     for name, side in sides.items():
         started = time.perf_counter()
-        written[name] = Repeated.from_texts(begun.generate(lm, side))
+        written[name] = Repeated.from_texts(begun.generate_continuations(lm, side))
         seconds[name] = round(time.perf_counter() - started, 1)
     rows: dict[str, Any] = {}
     if begun.ends:

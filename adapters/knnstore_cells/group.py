@@ -330,7 +330,7 @@ class CellGroup:
         file = self._codec_file
         assert file is not None
         cell_parts: list[list[CodedCell]] = [[] for _ in numbers]
-        for segment, rows in self._iterate_rows(numbers):
+        for segment, rows in self._iterate_cell_records(numbers):
             all_rows, ends = np.concatenate(rows), np.cumsum([len(cell_rows) for cell_rows in rows])[:-1]
             ids = np.split(segment.columns.ids_at(all_rows), ends)
             codes = np.split(segment.columns.codes_at(all_rows, file), ends)
@@ -496,7 +496,7 @@ class CellGroup:
             squared norms of these keys.
         """
         ids, keys = [], []
-        for segment, (rows,) in self._iterate_rows([number]):
+        for segment, (rows,) in self._iterate_cell_records([number]):
             ids.append(segment.columns.ids_at(rows))
             keys.append(self._read_rotated_keys(segment, rows))
         keys_of_cell = torch.cat([self.origins[:0], *keys]) - self.middle
@@ -506,7 +506,9 @@ class CellGroup:
             np.concatenate([np.empty(0, np.int64), *ids]), in_columns, (keys_of_cell * keys_of_cell).sum(1)
         )
 
-    def _iterate_rows(self, numbers: Sequence[int]) -> Iterator[tuple[Segment, list[NDArray[np.int64]]]]:
+    def _iterate_cell_records(
+        self, numbers: Sequence[int]
+    ) -> Iterator[tuple[Segment, list[NDArray[np.int64]]]]:
         """Find the records of several cells (clusters of near keys) in each segment of the group.
 
         A segment is an immutable set of records; row i is its i-th record. Deleted and replaced records are

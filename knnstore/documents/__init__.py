@@ -19,7 +19,7 @@ from knnstore.documents.paths import (
     OnIgnored,
     check_paths,
     estimate_size,
-    is_among,
+    is_file_in_paths,
     read_documents,
 )
 from knnstore.documents.source_files import UTF8, decode_text
@@ -43,6 +43,6 @@ __all__ = [
     "convert_rows_to_documents",
     "decode_text",
     "estimate_size",
-    "is_among",
+    "is_file_in_paths",
     "read_documents",
 ]

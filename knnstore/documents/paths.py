@@ -363,7 +363,7 @@ def estimate_size(paths: Iterable[str | Path]) -> int | None:
     return total
 
 
-def is_among(file: Path, paths: Iterable[str | Path]) -> bool:
+def is_file_in_paths(file: Path, paths: Iterable[str | Path]) -> bool:
     """Check whether a file is among the files that `read_documents` reads for a list of paths.
 
     Returns True also if the file would be read by another path that leads to the same file, such as a link.

@@ -116,9 +116,9 @@ class TextState:
         self._append_tokens(_NO_TOKEN if tokens is None else tokens, len(keys))
         if tokens is None:
             self._unknown_stop = self.length
-        self._keys = _write(self._keys, keys, start - self._first_key)
+        self._keys = _write_rows(self._keys, keys, start - self._first_key)
         if states is not None:
-            self._states = _write(self._states, states, start - self._first_state)
+            self._states = _write_rows(self._states, states, start - self._first_state)
 
     def append_without_keys(self, tokens: Tokens) -> None:
         """Append tokens without keys, because the tokens' KV cache is reused or no setting needs keys.
@@ -273,7 +273,7 @@ def _join(texts: Sequence[TextState], states: Tensor, is_text: NDArray[np.bool_]
     return joining(all_states, attended)[:, count:]
 
 
-def _write(buffer: Tensor | None, rows: Tensor, start: int) -> Tensor:
+def _write_rows(buffer: Tensor | None, rows: Tensor, start: int) -> Tensor:
     """Write rows into a buffer at index `start`, and return the buffer.
 
     If `buffer` is too small or None, the function returns a new, larger buffer, into which the first `start`

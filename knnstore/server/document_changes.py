@@ -106,7 +106,7 @@ class StoreWriter:
 
         The writer's thread counts. Texts that are decoded meanwhile use the old counts.
         """
-        await self._run_in_thread(self._model_parts.store.catch_up_ngrams)
+        await self._run_in_thread(self._model_parts.store.recount_changed_ngrams)
 
     def shut_down(self) -> None:
         """Wait for the current change, and cancel the waiting changes. Stop the engine before this call."""

@@ -206,7 +206,7 @@ def _reload_on_sighup(serving: Serving, gate: Gate) -> Iterator[None]:
             return
         try:
             gate.reset_quotas()
-            serving.reload()
+            serving.reload_caches()
         except Exception:
             _logger.exception("could not reload")
             return

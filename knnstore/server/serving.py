@@ -181,7 +181,7 @@ class Serving:
         self.chat_template = ChatTemplate(tokenizer, self.window * self._longest_token)
         self._lm = lm
 
-    def reload(self) -> None:
+    def reload_caches(self) -> None:
         """Forget the cached settings, and do in advance the slow work that the next requests would wait for.
 
         Requests are answered meanwhile. Changes of documents, domains, keys and settings need no reload: they

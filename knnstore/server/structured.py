@@ -133,7 +133,7 @@ class JsonConstraints:
         tokenizer = self._get_tokenizer()
         matcher, fault = _compile_schema(tokenizer, schema)
         if fault:
-            path, reason = _find_fault(tokenizer, schema, fault)
+            path, reason = _find_wrong_schema_part(tokenizer, schema, fault)
             param = ".".join([_SCHEMA_PARAM, *path])
             raise bad_request_error(f"{param}: {reason}", param)
         if not _may_split_properties(schema):
@@ -227,7 +227,7 @@ def _compile_schema(tokenizer: Any, schema: dict[str, Any]) -> tuple[Any, str]:
     return matcher, matcher.get_error()
 
 
-def _find_fault(tokenizer: Any, schema: dict[str, Any], reason: str) -> tuple[list[str], str]:
+def _find_wrong_schema_part(tokenizer: Any, schema: dict[str, Any], reason: str) -> tuple[list[str], str]:
     """Find the innermost part of a wrong schema that is wrong when it is compiled alone.
 
     The search goes from the whole schema to the first wrong part in it, and then to the first wrong part in

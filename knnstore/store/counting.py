@@ -126,7 +126,7 @@ class Counting:
         if background is not None:
             background.shutdown(cancel_futures=True)
 
-    def catch_up(self, view: Callable[[], View]) -> None:
+    def recount_changed(self, view: Callable[[], View]) -> None:
         """Count again, in this thread, each cached selection whose documents have changed.
 
         Errors are logged, not raised.

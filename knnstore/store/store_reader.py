@@ -168,17 +168,17 @@ class StoreReader:
         """Start a background thread that counts the n-grams of added documents.
 
         From now on, `ngrams` returns cached counts at once, even if they lack documents that were added
-        since. Then the thread, or `catch_up_ngrams`, counts again. Removed documents are never in the counts.
+        since. Then the thread, or `recount_changed_ngrams`, counts again. Removed documents are never in the counts.
         Servers use this method, so that no request waits for counting. `close` ends the thread.
         """
         self._counting.count_in_background()
 
-    def catch_up_ngrams(self) -> None:
+    def recount_changed_ngrams(self) -> None:
         """Count again, in this thread, the n-grams of each cached selection whose documents have changed.
 
         Errors are logged, not raised.
         """
-        self._counting.catch_up(self.view)
+        self._counting.recount_changed(self.view)
 
     def provenance(self, ids: Ids, *, before: int = 16, after: int = 8) -> list[Provenance | None]:
         """Return document, position and surrounding tokens of records.

@@ -208,7 +208,7 @@ def probe_keys(
     key, metric, one_state = single.key, single.metric, single.fitted
     samples = {1: _Sample(store.keys[key], text.keys[key])}
     for n in joined:
-        reader = replace(reader, encoder=Encoder(model, places[key], Joining.from_states(n)))
+        reader = replace(reader, encoder=Encoder(model, places[key], Joining.from_state_count(n)))
         samples[n] = _Sample(
             convert_to_stored_precision(_compute_keys(reader, stored)), _compute_keys(reader, held_out)
         )

@@ -473,6 +473,6 @@ def test_the_rows_of_the_output_begin_no_substitute_of_joined_keys(make_model) -
     one = make_first_rows(Encoder(base, locate(base)), 32, tokens, 1, torch.Generator())
     assert torch.equal(one[0], head)
     joined = make_first_rows(
-        Encoder(base, locate(base), Joining.from_states(3)), 32, tokens, 1, torch.Generator()
+        Encoder(base, locate(base), Joining.from_state_count(3)), 32, tokens, 1, torch.Generator()
     )
     assert joined.abs().max() < 0.2

@@ -13,7 +13,7 @@ from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError
 from knnstore.lm import FixedLambda, KNNLMForCausalLM, TokenTable
 from knnstore.lm.components import CacheSettings, DocumentKeys, RecentFitting
-from knnstore.lm.components.recent import look_back
+from knnstore.lm.components.recent import compare_preceding_keys
 from knnstore.lm.explanation.token_explanations import THIS_TEXT
 from knnstore.lm.scoring import evaluate
 from knnstore.lm.settings import KNNSettings, ReadingParts
@@ -120,7 +120,7 @@ def test_looking_back_stays_in_the_text_and_within_the_size(lengths, size, metri
     starts = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
     at = np.flatnonzero(rng.random(len(keys)) < 0.03)
     tokens = torch.arange(len(keys))
-    found = look_back(
+    found = compare_preceding_keys(
         torch.from_numpy(keys), tokens, torch.from_numpy(at), torch.from_numpy(starts[at]), size, metric
     )
     for query, distances, sources in zip(at, found.distances, found.tokens, strict=True):
@@ -193,11 +193,11 @@ def test_documents_longer_than_the_window_match_an_oracle_that_has_all_keys(lm, 
     compared = list[int]()
 
     def spied(*given):
-        found = look_back(*given)
+        found = compare_preceding_keys(*given)
         compared.append(found.tokens.numel())
         return found
 
-    monkeypatch.setattr("knnstore.lm.components.recent.look_back", spied)
+    monkeypatch.setattr("knnstore.lm.components.recent.compare_preceding_keys", spied)
     monkeypatch.setattr("knnstore.lm.components.recent._BLOCK_ROWS", weighed_at_once)
     rng = np.random.default_rng(1)
     texts = [words(rng, size, 4, 9) for size in (50, 7, 64, 1, 30)]

@@ -24,7 +24,7 @@ SEQUENCES = [[0, 40, 41, 42, 50, 51, 52, 40, 41, 60, 70, 71], [0, 7, 5, 3, 40, 4
 # The first text begins in this pass, the second is one token long.
 IDS = torch.tensor([[2, 2, 2, 0, 40, 41], [2, 2, 2, 2, 2, 7], [0, 9, 8, 7, 6, 5]])
 MASK = (IDS != 2).long()
-JOINING = Joining.from_states(3)
+JOINING = Joining.from_state_count(3)
 KNN = KNNSettings(k=6, temperature=30.0, lam=0.5)
 CACHED = replace(KNN, cache=CacheSettings(size=5, temperature=20.0, lam=0.3))
 
@@ -345,9 +345,9 @@ def test_what_cannot_be_joined_is_refused(model_path, tmp_path, options, message
 
 @given(st.lists(st.floats(1e-6, 1e6), max_size=5), st.text("abc.:0", min_size=1))
 def test_a_joining_is_read_from_the_name_of_a_key(discounts, place):
-    joining = Joining.from_states(len(discounts) + 1, discounts)
+    joining = Joining.from_state_count(len(discounts) + 1, discounts)
     assert Joining.parse(f"{place}{joining}") == (place, joining)
-    assert Joining.from_states(4).discounts == (0.5, 0.35, 0.245)
+    assert Joining.from_state_count(4).discounts == (0.5, 0.35, 0.245)
 
 
 @pytest.mark.parametrize(

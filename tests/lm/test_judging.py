@@ -146,7 +146,9 @@ def test_how_many_cells_are_visited_is_judged_by_a_cache_of_the_other_half(score
         for pairs in (((first, ~first), (~first, first)), ((first, first), (~first, ~first)))
     )
     assert other < own
-    assert trial.judge_with_all(fit_fixed, evidence).ppl == pytest.approx(math.exp(-other / TOKENS), rel=1e-6)
+    assert trial.judge_with_all_components(fit_fixed, evidence).ppl == pytest.approx(
+        math.exp(-other / TOKENS), rel=1e-6
+    )
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ def filled(make_lm):
     """A home without keys, that was filled without the model."""
     made = make_lm(key=None, max_length=32, stride=16)
     with pytest.MonkeyPatch.context() as patched:
-        for method in ("keys", "encode", "key_states"):
+        for method in ("compute_keys", "encode", "compute_key_states"):
             patched.setattr(Encoder, method, lambda *_: pytest.fail("the model ran"))
         added = made.add(STORED, domain="phrases")
         made.add(NOISE, domain="noise")

@@ -92,13 +92,15 @@ def test_beginnings_are_those_of_each_document_first(lm) -> None:
     assert begun.ends == [text[first + 8 : first + 31] for text, first in parts if text is not texts[2]][:6]
     assert len(Beginnings.from_documents(lm.reader, HELD_OUT * 3).prompts) == scoring_only.PROMPTS
     settings = replace(PLAIN, ngrams=NGramSettings(3, 0.3))
-    for prompt, text in zip(begun.prompts[:2].tolist(), begun.generate(lm, settings), strict=False):
+    for prompt, text in zip(
+        begun.prompts[:2].tolist(), begun.generate_continuations(lm, settings), strict=False
+    ):
         assert text == greedy(lm, prompt, settings, 23)
 
 
 def test_a_cache_counts_in_scoring_only_without_generating_with_it(lm, monkeypatch) -> None:
     used = []
-    really = Beginnings.generate
+    really = Beginnings.generate_continuations
 
     def recorded(self, lm, settings):
         used.append(settings.components)

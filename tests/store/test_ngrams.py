@@ -231,7 +231,7 @@ def test_bits_are_counted_and_found_in_ranges(size, seed, data):
     ends = st.lists(st.integers(0, len(bits)), min_size=2, max_size=2)
     pairs = np.array(data.draw(st.lists(ends.map(sorted), max_size=9)), np.int64).reshape(-1, 2)
     assert ranked.count(pairs.T, 1).tolist() == [sum(bits[start:stop]) for start, stop in pairs]
-    owners, places = ranked.find_ones(pairs.T, np.ones(len(pairs), np.int64))
+    owners, places = ranked.find_set_bits(pairs.T, np.ones(len(pairs), np.int64))
     assert list(zip(owners, places, strict=True)) == [
         (row, place) for row, (start, stop) in enumerate(pairs) for place in range(start, stop) if bits[place]
     ]
@@ -372,7 +372,7 @@ def test_added_documents_are_counted_in_the_background(store, monkeypatch):
     left = len(documents["news", "b"].tokens) + len(documents["mail", "c"].tokens) + 2
     assert len(store.ngrams().text.order) == left, "what is removed counts no more"
     going.set()
-    store.catch_up_ngrams()
+    store.recount_changed_ngrams()
     del documents["news", "a"]
     assert len(store.ngrams().text.order) == left + len(documents["news", "d"].tokens) + 1
     check(store, EVERYTHING, documents.values())

@@ -161,7 +161,7 @@ class SegmentReader:
             One line of text for each problem; empty if no problem is found.
         """
         while True:
-            first_signature = self._read_signature()
+            first_signature = self._read_manifest_signature()
             try:
                 manifest = Manifest.read(self.root)
             except (CorruptDatastoreError, DatastoreNotFoundError) as error:
@@ -169,7 +169,7 @@ class SegmentReader:
             else:
                 problems = [problem for entry in manifest.segments for problem in self._find_problems(entry)]
             if (
-                not problems or self._read_signature() == first_signature
+                not problems or self._read_manifest_signature() == first_signature
             ):  # otherwise a writer has replaced the files
                 return problems
 
@@ -237,21 +237,21 @@ class SegmentReader:
             CorruptDatastoreError: the manifest is missing or damaged.
         """
         while True:
-            first_signature = self._read_signature()
+            first_signature = self._read_manifest_signature()
             try:
                 manifest = Manifest.read(self.root, self._parts)
             except CorruptDatastoreError:
-                if self._read_signature() == first_signature:
+                if self._read_manifest_signature() == first_signature:
                     raise
                 continue
             groups = self._map_segments(manifest)
             is_sound = all(s.columns.problem is None for s in chain.from_iterable(groups.values()))
-            if is_sound or self._read_signature() == first_signature:
+            if is_sound or self._read_manifest_signature() == first_signature:
                 self._groups, self._parts, self._signature = groups, manifest.parts, first_signature
                 self._forget_old_damage()
                 return manifest
 
-    def _read_signature(self) -> tuple[int, int, int]:
+    def _read_manifest_signature(self) -> tuple[int, int, int]:
         """Return (inode, modification time in ns, size) of the manifest's file; zeros if there is no file.
 
         The manifest is the list of all files in use. The values change whenever a manifest is published.

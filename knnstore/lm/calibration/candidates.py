@@ -296,7 +296,7 @@ def _judge_probes(trial: Trial, scored: ScoredText) -> dict[int, float]:
         scored: the text, with the results for each number of cells in `ScoredText.visited`.
     """
     evidence = {of.probes: of for of in list_evidence_by_probes(scored) if of.probes is not None}
-    return {probes: trial.judge_with_all(fit_fixed, of).ppl for probes, of in evidence.items()}
+    return {probes: trial.judge_with_all_components(fit_fixed, of).ppl for probes, of in evidence.items()}
 
 
 class _KeyCandidates(NamedTuple):

@@ -191,7 +191,7 @@ class ScoredText:
         evidence = replace(self.evidence, searches=[search]).select_rows(tokens)
         if settings.cache is None or self.reading is None:
             return evidence
-        recent = self.reading.look_back(tokens, settings.cache.size)
+        recent = self.reading.compare_preceding_keys(tokens, settings.cache.size)
         return replace(evidence, found={**evidence.found, RecentText.name: recent})
 
     def target_tokens(self, tokens: Tensor) -> Tensor:

@@ -128,7 +128,7 @@ class Beginnings:
         prompts = np.array([[*reader.prefix, *part[:length]] for part in chosen], np.int64)
         return cls(prompts, [part[length:] for part in chosen if len(part) == length + new], new)
 
-    def generate(self, lm: GeneratingModel, settings: KNNSettings) -> list[list[int]]:
+    def generate_continuations(self, lm: GeneratingModel, settings: KNNSettings) -> list[list[int]]:
         """Continue each beginning greedily, and return the `new` generated tokens of each beginning.
 
         EOS tokens are not generated, so that all continuations have the same length.
@@ -187,7 +187,7 @@ def find_scoring_only(
     def measure(name: str, settings: KNNSettings) -> Repeated:
         """Generate texts with these settings, and append the measured repetition to the table `rows`."""
         progress.start(f"generating: {name}", total=len(begun.prompts) * begun.new)
-        repeated = Repeated.from_texts(begun.generate(lm, settings))
+        repeated = Repeated.from_texts(begun.generate_continuations(lm, settings))
         progress.finish()
         rows.append(repeated.mean_shares(name))
         return repeated

@@ -85,7 +85,7 @@ class FurtherSearches:
             For each number of searched cells the probabilities at each temperature of a grid.
         """
         title = f"searching {probes[-1]:,} cells"
-        found = self._probe(probes, title, self.selection, choose_temperatures(self.scored))
+        found = self._compute_sums_by_probes(probes, title, self.selection, choose_temperatures(self.scored))
         return dict(zip(probes, found, strict=True))
 
     def search_each_domain(self, domains: Sequence[str], k: int, probes: int | None = None) -> DomainEvidence:
@@ -103,7 +103,7 @@ class FurtherSearches:
         for domain in domains:
             selection, title = replace(self.selection, domains=(domain,)), f"searching {domain}"
             if probes is not None:
-                apart += self._probe([probes], title, selection, temperatures)
+                apart += self._compute_sums_by_probes([probes], title, selection, temperatures)
                 continue
             found = TargetSums.all_zero(len(scored), temperatures)
             for tokens, near in self._search(k, title, selection):
@@ -117,7 +117,7 @@ class FurtherSearches:
         is_found = torch.stack([sums.found for sums in apart])
         return DomainEvidence(k, tuple(domains), temperatures, knn, is_found, lm, probes)
 
-    def _probe(
+    def _compute_sums_by_probes(
         self, probes: Sequence[int], title: str, selection: Selection, temperatures: Tensor
     ) -> list[TargetSums]:
         """Compute p_kNN of each scored token from all records in the cells nearest to the token's key.

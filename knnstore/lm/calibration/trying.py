@@ -134,7 +134,7 @@ class Trial:
         """Return about how many candidates with n-grams, a cache and other components will be tried."""
         return 3 * (self._ngrams is not None) + 2 * len(self._others)
 
-    def judge_with_all(self, fit: Fit, evidence: GridEvidence) -> Interval:
+    def judge_with_all_components(self, fit: Fit, evidence: GridEvidence) -> Interval:
         """Fit keys, n-grams and a continuous cache, and return the held-out perplexity of their mixture.
 
         N-grams are left out if the trial does not try n-grams. The cache is left out if the text was scored

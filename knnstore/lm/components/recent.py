@@ -203,7 +203,7 @@ class RecentText:
             temperatures = {question.settings.temperature * factor for factor in question.factors}
             found = look_back_for_targets(*columns, targets, size, metric, sorted(temperatures))
             return found.select_rows(laid.order)
-        recent = look_back(*columns, size, metric)
+        recent = compare_preceding_keys(*columns, size, metric)
         # Padding has the last row, which has no preceding keys.
         nothing = Recent(torch.full_like(recent.distances[:1], torch.inf), recent.tokens[:1])
         return Recent.concatenate([recent, nothing]).select_rows(laid.order)
@@ -287,7 +287,7 @@ def _list_earlier_places(
     ]
 
 
-def look_back(
+def compare_preceding_keys(
     keys: Tensor, tokens: Tensor, at: Tensor, starts: Tensor, size: int, metric: Metric | str
 ) -> Recent:
     """Compute the distances from n keys to the preceding keys of the same text.
@@ -351,7 +351,7 @@ def look_back_for_targets(
     """
     parts, ascending = list[TargetRecent](), tuple(sorted(temperatures))
     for rows in torch.split(torch.arange(len(at)), _BLOCK_ROWS):
-        recent = look_back(keys, tokens, at[rows], starts[rows], size, metric)
+        recent = compare_preceding_keys(keys, tokens, at[rows], starts[rows], size, metric)
         own_targets = targets[upload(rows, keys.device)]
         row, column = (recent.tokens == own_targets[:, None]).nonzero(as_tuple=True)
         nearest, probs = recent.nearest, torch.empty(len(rows), len(ascending), device=keys.device)
@@ -437,7 +437,7 @@ class DocumentKeys:
     metric: Metric | str
     """``l2`` or ``ip``."""
 
-    def look_back(self, tokens: Tensor, size: int) -> Recent:
+    def compare_preceding_keys(self, tokens: Tensor, size: int) -> Recent:
         """Compute the distances from selected tokens' keys to the preceding keys of the same document.
 
         Args:
@@ -451,7 +451,7 @@ class DocumentKeys:
         rows = torch.arange(len(self.documents))
         begins = torch.cat([torch.tensor([True]), self.documents.diff() != 0])
         starts = rows.where(begins, 0).cummax(0).values
-        return look_back(self.keys, self.targets, tokens, starts[tokens], size, self.metric)
+        return compare_preceding_keys(self.keys, self.targets, tokens, starts[tokens], size, self.metric)
 
 
 RECENT_SIZES = (100, 400, 1600, 6400)
@@ -493,12 +493,14 @@ class RecentFitting:
             if index == 0 or RECENT_SIZES[index - 1] < longest - 1
         )
         every = torch.arange(len(keys.documents))
-        sample = keys.look_back(every[:: max(1, len(every) // _SAMPLE_TOKENS)], sizes[-1]).distances
+        sample = keys.compare_preceding_keys(
+            every[:: max(1, len(every) // _SAMPLE_TOKENS)], sizes[-1]
+        ).distances
         temperatures = _compute_typical_gap(sample) * 2**_OCTAVES
         probs = torch.empty(len(sizes), len(every), len(temperatures))
         found = torch.empty(len(every), dtype=torch.bool)
         for chunk in torch.split(every, max(1, CHUNK_VALUES // min(sizes[-1], longest))):
-            recent = keys.look_back(chunk, sizes[-1])
+            recent = keys.compare_preceding_keys(chunk, sizes[-1])
             distances = recent.distances.flip(1)  # the latest first
             hits = recent.tokens.flip(1) == keys.targets[chunk, None]
             found[chunk] = distances.isfinite().any(1)

@@ -112,7 +112,7 @@ class HostedSettings:
         Raises:
             KnnstoreError: the store cannot be read, or cannot do what the options ask for.
         """
-        self._refresh()
+        self._refresh_if_changed()
         key = (options, purpose)
         settings = self._settings.get(key)
         if settings is None:
@@ -124,10 +124,10 @@ class HostedSettings:
 
     def find_missing_domains(self, options: RequestOptions) -> list[str]:
         """Return the domain names in the options that the store does not have, sorted; may be empty."""
-        self._refresh()
+        self._refresh_if_changed()
         return sorted(set(options.domains or ()) - self._domains)
 
-    def _refresh(self) -> None:
+    def _refresh_if_changed(self) -> None:
         """Read the names of the store's domains again and clear the cache, if the store has changed."""
         revision = self._store.revision()
         if revision != self._revision:
@@ -298,14 +298,14 @@ class StepMixer:
                 by_length.setdefault(stop - start, []).append((name, request, start))
         for length, members in by_length.items():
             try:
-                self._extend_batch(step, states, members, length)
+                self._append_step_tokens(step, states, members, length)
             except Exception as error:
                 for name, request, _ in members:
                     self._fail(name, request, error)
         if self._keys is None:
             self._keys = states.new_zeros((len(step.tokens), 0), dtype=torch.float32)
 
-    def _extend_batch(
+    def _append_step_tokens(
         self, step: Step, states: Tensor, members: Sequence[tuple[str, _Request, int]], length: int
     ) -> None:
         """Append the new tokens of several requests to their texts, and store the tokens' keys for `mix`.

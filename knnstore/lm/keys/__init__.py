@@ -16,7 +16,6 @@ if TYPE_CHECKING:
         KeyCapture,
         KeyLocation,
         Source,
-        keep_positions,
         key_dim,
         make_forward_kwargs,
         reads_source,
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
         run_until_keys,
         run_without_autocast,
         run_without_head,
+        select_positions_to_keep,
     )
     from knnstore.lm.keys.key_places import AUTO, FINAL_PLACES, LAYER_PLACES, count_layers, locate
     from knnstore.lm.keys.key_vectors import (
@@ -51,7 +51,6 @@ __all__ = [
     "describe_keys",
     "describe_same_checkpoint",
     "fit_projection",
-    "keep_positions",
     "key_dim",
     "locate",
     "make_forward_kwargs",
@@ -61,6 +60,7 @@ __all__ = [
     "run_until_keys",
     "run_without_autocast",
     "run_without_head",
+    "select_positions_to_keep",
     "seq2seq_tokenizer_fingerprint",
     "tokenizer_fingerprint",
 ]

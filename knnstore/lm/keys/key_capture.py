@@ -261,7 +261,7 @@ class KeyCapture:
                 raise _KeysCaptured
 
 
-def keep_positions(values: Tensor, logits_to_keep: int | Tensor) -> Tensor:
+def select_positions_to_keep(values: Tensor, logits_to_keep: int | Tensor) -> Tensor:
     """Return the rows of the positions whose logits are computed, as transformers selects them.
 
     Args:

@@ -53,7 +53,7 @@ class Joining:
     """Discount of the previous token's state, then of the token before it, and so on; empty for one state."""
 
     @classmethod
-    def from_states(cls, states: int, discounts: Sequence[float] | None = None) -> Self:
+    def from_state_count(cls, states: int, discounts: Sequence[float] | None = None) -> Self:
         """Create the object that computes a key as a weighted sum of the hidden states of `states` tokens.
 
         Args:
@@ -87,7 +87,7 @@ class Joining:
         place, *joined = key.split(" ")
         if all(part.startswith("+") for part in joined):
             with suppress(ValueError):
-                return place, cls.from_states(1 + len(joined), [float(part) for part in joined])
+                return place, cls.from_state_count(1 + len(joined), [float(part) for part in joined])
         raise ConfigError(
             f"this version of knnstore does not know the key {key!r}: use the version that made the store"
         )

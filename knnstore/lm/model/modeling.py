@@ -22,7 +22,7 @@ from knnstore.lm import scoring
 from knnstore.lm.calibration import calibrate
 from knnstore.lm.components import KEYS, RecentText
 from knnstore.lm.explanation import explain
-from knnstore.lm.keys import KeyCapture, keep_positions, reads_source, run_without_autocast
+from knnstore.lm.keys import KeyCapture, reads_source, run_without_autocast, select_positions_to_keep
 from knnstore.lm.model.delegating import delegate_to_base, is_delegated, is_trainer_calling
 from knnstore.lm.model.generation import StoreGeneration
 from knnstore.lm.model.logits import LogitMixer
@@ -127,7 +127,7 @@ class KNNLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # type: ignore[
         knn: KNNSettings | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        _check_kind(type(self), base, store)
+        _check_model_class(type(self), base, store)
         check_matches(base, tokenizer, store.identity)
         # `PreTrainedModel.__init__` is skipped: it checks which attention implementations the layers can run.
         # The base model has done so, and these attributes are delegated to it.
@@ -427,7 +427,7 @@ class KNNLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # type: ignore[
             raise
         logits = output.logits
         if "logits_to_keep" not in self._base_accepts:
-            logits = keep_positions(logits, logits_to_keep)
+            logits = select_positions_to_keep(logits, logits_to_keep)
         is_finite: Tensor | None = None
         if delayed_check is not None and length == 1 and logits.device.type != "cpu":
             is_finite = delayed_check.begin(logits)
@@ -691,7 +691,7 @@ def choose_model_class(base: PreTrainedModel) -> type[KNNLM]:
     return KNNLMForSeq2SeqLM if reads_source(base) else KNNLMForCausalLM
 
 
-def _check_kind(model_class: type[KNNLM], base: PreTrainedModel, store: KNNStore) -> None:
+def _check_model_class(model_class: type[KNNLM], base: PreTrainedModel, store: KNNStore) -> None:
     """Check that a model class can be used with a base model and a store.
 
     Raises:

@@ -108,7 +108,7 @@ def create(
         store, key = KEYLESS, AUTO
     # 1) Check the arguments.
     check_new(home, store)
-    joining = Joining.from_states(states, discounts)
+    joining = Joining.from_state_count(states, discounts)
     if (dim is None) != (sample is None):
         raise ConfigError(
             "dim and sample belong together, because the projection of the keys is fitted to the sample: "

@@ -287,13 +287,13 @@ class Detokenizer:
         whole = self._decode(self._tokens)
         if whole.endswith(_REPLACEMENT) and not self._texts.is_byte_level:
             return []
-        return self._return_waiting(whole)
+        return self._return_waiting_pieces(whole)
 
     def end(self) -> list[TokenPiece]:
         """Return the pieces of all waiting tokens; bytes of an incomplete character give U+FFFD."""
         self._partial.reset()
         return (
-            self._return_waiting(self._decode(self._tokens))
+            self._return_waiting_pieces(self._decode(self._tokens))
             if self._returned_count < len(self._tokens)
             else []
         )
@@ -323,7 +323,7 @@ class Detokenizer:
                 return tokens, text
             size *= 2
 
-    def _return_waiting(self, whole: str) -> list[TokenPiece]:
+    def _return_waiting_pieces(self, whole: str) -> list[TokenPiece]:
         """Return the pieces of the waiting tokens, and mark them as returned.
 
         Args:

@@ -166,7 +166,9 @@ def resolve(
     if isinstance(asked, KNNSettings) and not asked.unset:
         return _restrict_to_purpose(asked, purpose)
     asks_for_weight = asked.lam is not None if isinstance(asked, Overrides) else "mixer" not in asked.unset
-    stored = _load_stored(store, asked.selection, only_selected, default_if_unusable or asks_for_weight)
+    stored = _load_saved_or_default(
+        store, asked.selection, only_selected, default_if_unusable or asks_for_weight
+    )
     if isinstance(asked, Overrides):
         settings = _override_values(stored, asked, is_keyless=store.is_keyless)
     else:
@@ -318,7 +320,7 @@ def override_keys(settings: KNNSettings, asked: Overrides) -> KNNSettings:
     return replace(settings, **values)
 
 
-def _load_stored(
+def _load_saved_or_default(
     store: Reader, selection: Selection, only_selected: bool, default_if_unusable: bool
 ) -> KNNSettings:
     """Return the store's settings for a selection, saved or default.

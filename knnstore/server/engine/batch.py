@@ -160,7 +160,7 @@ class Batch:
         if len(self.rows) > 1 and not self._allows_gaps:
             return [[] for _ in self.rows]
         proposed = propose_together(
-            [self._get_drafts(row, knn) for row, knn in zip(self.rows, settings, strict=True)],
+            [self._get_draft_model(row, knn) for row, knn in zip(self.rows, settings, strict=True)],
             [np.array(row.tokens) for row in self.rows],
             limit_drafts(
                 self._lm.base.config, self._kv_cache.lengths, [row.tokens_left - 1 for row in self.rows]
@@ -168,7 +168,7 @@ class Batch:
         )
         return [draft.tolist() for draft in proposed]
 
-    def _get_drafts(self, row: Row, settings: KNNSettings) -> Drafts | None:
+    def _get_draft_model(self, row: Row, settings: KNNSettings) -> Drafts | None:
         """Return the draft model of a text: it guesses next tokens. None if the settings use no n-grams.
 
         The draft model of the previous step is returned again if the store has not changed since. Otherwise a

@@ -28,7 +28,7 @@ from knnstore.store.home.path_safety import (
     CATALOG_VARIABLE,
     DESCRIPTION,
     check_catalog,
-    check_catalog_is_single,
+    check_catalog_has_no_hard_link,
     check_files,
 )
 
@@ -164,7 +164,7 @@ class Home:
             check_catalog(folder, url, os.environ, writing=writing)
         home = cls(folder, url)
         if writing:
-            check_catalog_is_single(folder, url)
+            check_catalog_has_no_hard_link(folder, url)
             home.reserve.give_back()
         return home
 

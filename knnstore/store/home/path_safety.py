@@ -159,7 +159,7 @@ def find_home_around(folder: Path, home: Path) -> Path | None:
     return None
 
 
-def find_home_with(folder: Path, other: Path, home: Path) -> Path | None:
+def find_home_containing(folder: Path, other: Path, home: Path) -> Path | None:
     """Check whether the folder of another store directly contains a folder, also by a bind mount.
 
     Inode numbers are compared, because a bind mount shows the same folder at another path.
@@ -199,7 +199,7 @@ def find_hard_link(folder: Path) -> Path | None:
     return None
 
 
-def check_catalog_is_single(home: Path, url: URL) -> None:
+def check_catalog_has_no_hard_link(home: Path, url: URL) -> None:
     """Check that the SQLite file of a catalog has no second name (a hard link): another store may use it.
 
     A catalog on a server, and a missing file, are accepted.

@@ -164,7 +164,7 @@ class NGramCounts:
             For each n-gram that was found: the index of its range, and the index in the suffix array of the
             n-gram's first occurrence; both ascending.
         """
-        return self._new.find_ones(ranges, lengths - 2)
+        return self._new.find_set_bits(ranges, lengths - 2)
 
 
 class _Flags(NamedTuple):
