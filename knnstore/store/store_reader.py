@@ -168,8 +168,8 @@ class StoreReader:
         """Start a background thread that counts the n-grams of added documents.
 
         From now on, `ngrams` returns cached counts at once, even if they lack documents that were added
-        since. Then the thread, or `recount_changed_ngrams`, counts again. Removed documents are never in the counts.
-        Servers use this method, so that no request waits for counting. `close` ends the thread.
+        since. Then the thread, or `recount_changed_ngrams`, counts again. Removed documents are never in the
+        counts. Servers use this method, so that no request waits for counting. `close` ends the thread.
         """
         self._counting.count_in_background()
 
