@@ -72,7 +72,7 @@ def loaded(folder: Path, engine: str, keys: Keys, domains: int) -> float:
         np.repeat(np.arange(domains, dtype=np.int32), [len(part) for part in np.array_split(keys, domains)]),
     )
     start = time.perf_counter()
-    with registry.load(engine).open(folder, dim=keys.shape[1], mode="x") as store:
+    with registry.load_adapter(engine).open(folder, dim=keys.shape[1], mode="x") as store:
         for at in range(0, len(keys), BATCH):
             part = slice(at, at + BATCH)
             store.add(ids[part], keys[part], groups[part])
@@ -173,7 +173,7 @@ def main() -> None:
         "keys": options.keys.name if options.keys else "synthetic",
         "moves": [],
     }
-    usable = {row.name for row in registry.describe() if row.problem is None and row.capabilities}
+    usable = {row.name for row in registry.describe_adapters() if row.problem is None and row.capabilities}
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder) / "home"
         fill(home, keys, options.domains)

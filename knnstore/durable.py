@@ -179,7 +179,7 @@ def sync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def publish(path: Path, content: bytes, what: str) -> None:
+def write_atomically(path: Path, content: bytes, what: str) -> None:
     """Create or replace a small file atomically and durably: readers see the old or the new content.
 
     Also removes an empty folder at the path.
@@ -210,7 +210,7 @@ def publish(path: Path, content: bytes, what: str) -> None:
     sync_directory(path.parent)
 
 
-def remove(path: Path) -> None:
+def remove_durably(path: Path) -> None:
     """Remove a file, or an empty folder at its path; does nothing if the path does not exist.
 
     A folder that is not empty stays. The removal is durable only after `sync_directory`.

@@ -128,7 +128,7 @@ class Reserve:
     def __init__(self, folder: Path) -> None:
         self._path = folder / self.NAME
 
-    def keep(self) -> None:
+    def ensure_reserved(self) -> None:
         """Create the file with `RESERVE` bytes, or enlarge it to this size.
 
         If the disk has less free space, the file gets a smaller size.

@@ -29,7 +29,6 @@ from knnstore.datastore import (
 )
 from knnstore.errors import ConfigError
 from knnstore_cells.device_records import Books, Found, Probed, Queries, Records
-from knnstore_cells.device_search import measure
 from knnstore_cells.index import SegmentCells
 
 _log = logging.getLogger(__name__)
@@ -173,7 +172,7 @@ class DeviceKeys:
             self._last_selection = alive, ids, order
         return order
 
-    def measure(
+    def measure_distances(
         self,
         probed: Probed,
         queries: Tensor,
@@ -205,7 +204,7 @@ class DeviceKeys:
         measure(probed, records, Queries(vectors, squares, 2.0 if is_l2 else 1.0), found)
 
     def _make_records(self, middle: Tensor, metric: Metric) -> Records:
-        """Return all records with norms and tokens, ready for the comparison in `device_search.measure`.
+        """Return all records with norms and tokens, ready for the comparison in `device_search.measure_distances`.
 
         Args:
             middle: vector that is subtracted from keys and queries before they are compared, shape (dim,). It

@@ -69,7 +69,7 @@ class DeviceVisits(NamedTuple):
         return sums
 
 
-def measure(probed: Probed, records: Records, queries: Queries, found: Found) -> None:
+def measure_distances(probed: Probed, records: Records, queries: Queries, found: Found) -> None:
     """Compute the distances of queries to the records of the cells that they probe.
 
     Args:
@@ -95,7 +95,7 @@ def measure(probed: Probed, records: Records, queries: Queries, found: Found) ->
 
 
 def measure_plainly(probed: Probed, records: Records, queries: Queries, found: Found) -> None:
-    """Fill in distances and tokens as `measure` does, with torch: decode each column's key, and multiply."""
+    """Fill in distances and tokens as `measure_distances` does, with torch: decode each column's key, and multiply."""
     columns = torch.arange(found.distances.shape[1], device=found.distances.device)
     step = max(1, _COMPONENTS_AT_ONCE // max(1, len(columns) * len(records.middle)))
     for start in range(0, len(found.distances), step):

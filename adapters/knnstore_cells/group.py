@@ -161,8 +161,8 @@ class CellGroup:
         self.counts = np.zeros(0, np.int64)
         """Number of records of each cell, shape (cells,); deleted and replaced records do not count."""
 
-    def holds(self, segments: Sequence[Segment]) -> bool:
-        """Check whether `segments` is the object of the last successful `update`; see `GroupSearch.holds`."""
+    def holds_segments(self, segments: Sequence[Segment]) -> bool:
+        """Check whether `segments` is the object of the last successful `update`; see `GroupSearch.holds_segments`."""
         return self._segments is segments
 
     def update(self, segments: Sequence[Segment]) -> None:
@@ -364,7 +364,7 @@ class CellGroup:
         """Largest token of the records on the device; 0 without records."""
         return max([part.on_device.largest_token for part in self._parts if part.on_device], default=0)
 
-    def measure(self, probed: Probed, queries: Tensor, ids: IdRanges | None, found: Found) -> None:
+    def measure_distances(self, probed: Probed, queries: Tensor, ids: IdRanges | None, found: Found) -> None:
         """Compute the distances of a few queries to the records of their cells; do not wait for the device.
 
         A cell is a cluster of records with near keys. The keys must be in the memory of the device.
@@ -381,7 +381,7 @@ class CellGroup:
             vectors, middle = (
                 (self.rotate(queries), self.middle) if keys.is_coded else (queries, self.centers.mean(0))
             )
-            keys.measure(Probed(cells, columns), vectors, order, middle, self.metric, found)
+            keys.measure_distances(Probed(cells, columns), vectors, order, middle, self.metric, found)
             # The records of the next segment follow those of this one.
             columns = columns + (order.starts[used + 1] - order.starts[used]).where(cells >= 0, 0)
 

@@ -84,7 +84,7 @@ class NearestCenter:
             keys: float32, shape (n, dim); n may be 0.
         """
         compare_all = len(self.centers) <= _ALL_COMPARED
-        search, size = (self._search_all, _IN_CACHE) if compare_all else (self._search_parts, CHUNK)
+        search, size = (self._find_nearest_centers, _IN_CACHE) if compare_all else (self._search_parts, CHUNK)
         parts = [search(chunk) for chunk in torch.split(keys, size)]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
@@ -102,7 +102,7 @@ class NearestCenter:
         used = torch.unique(owners)
         return parts[used], [(owners == part).nonzero()[:, 0] for part in used.tolist()]
 
-    def _search_all(self, keys: Tensor) -> Tensor:
+    def _find_nearest_centers(self, keys: Tensor) -> Tensor:
         """Return for each key the index of its nearest center, by comparing each key with all centers.
 
         Args:

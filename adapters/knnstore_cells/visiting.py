@@ -48,7 +48,7 @@ class CellSearch(CellGroup):
         neighbors = self._search_cells(queries, k, ids, probes)
         short = np.flatnonzero(neighbors.ids[:, min(k, total) - 1] < 0)
         if len(short):  # the visited cells hold fewer than k matching records
-            neighbors.put(short, self._search_cells(queries[short], k, ids, cells))
+            neighbors.replace_rows(short, self._search_cells(queries[short], k, ids, cells))
         return neighbors
 
     def _search_cells(self, queries: Keys, k: int, ids: IdRanges | None, probes: int) -> Neighbors:
@@ -63,7 +63,7 @@ class CellSearch(CellGroup):
         for start in range(0, len(queries), step):
             batch = queries[start : start + step]
             visits = visit_cells([self], batch, probes, ids)
-            parts.append(Neighbors.from_visits(visits, len(batch)).nearest(k))
+            parts.append(Neighbors.from_visits(visits, len(batch)).select_nearest(k))
         return Neighbors.concatenate(parts, axis=0)
 
 
@@ -106,7 +106,7 @@ def measure_on_device(
             index = nearest - first
             numbers = group_cells.numbers_on_device[index.clamp(0, count - 1)]
             cells = numbers.where((index >= 0) & (index < count), -1)
-            group.measure(Probed(cells, begins), queries, ids, found)
+            group.measure_distances(Probed(cells, begins), queries, ids, found)
         first += count
     if metric is Metric.L2:
         found.distances.clamp_(min=0)

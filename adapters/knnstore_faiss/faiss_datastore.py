@@ -433,7 +433,7 @@ class InvertedIndex:
         neighbors = self._search_lists(queries, k, selector, probes, candidates)
         short = np.flatnonzero(neighbors.ids[:, -1] < 0)
         if len(short):  # the visited lists have too few matching rows, so all lists are visited
-            neighbors.put(short, self._search_lists(queries[short], k, selector, lists, candidates))
+            neighbors.replace_rows(short, self._search_lists(queries[short], k, selector, lists, candidates))
         return neighbors.map_rows_to_ids(self._columns.ids)
 
     def _search_lists(
@@ -484,7 +484,7 @@ class InvertedIndex:
             present = rows >= 0
             keys = self._columns.keys_at(rows[present]).astype(np.float32)
             distances[present] = paired_distances(query, keys, self._metric)
-        return candidates.nearest(k)
+        return candidates.select_nearest(k)
 
 
 def _read_index(root: Path, file: StoredFile, segment: Segment, dim: int, metric: Metric) -> faiss.IndexIVF:

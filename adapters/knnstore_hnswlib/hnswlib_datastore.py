@@ -177,7 +177,7 @@ class Members:
         # Queries whose first k nodes have one row each are done.
         rest = np.flatnonzero((counts[:, :k] != 1).any(axis=1) | (nodes.shape[1] < k))
         if len(rest):
-            neighbors.put(rest, self._expand_nodes(nodes[rest], distances[rest], counts[rest], k))
+            neighbors.replace_rows(rest, self._expand_nodes(nodes[rest], distances[rest], counts[rest], k))
         return neighbors
 
     def _expand_nodes(
@@ -342,7 +342,7 @@ class GraphIndex:
                 break
             fetched *= 2
             repeated = self._search_nodes(queries[short], k, matching, fetched, is_exact_allowed=True)
-            neighbors.put(short, repeated)
+            neighbors.replace_rows(short, repeated)
         return neighbors
 
     def _search_nodes(

@@ -96,7 +96,7 @@ class Attempts:
         """
         return self._repeat_call(call, _WRITE_FACTOR * self._timeout)
 
-    def change(self, call: Callable[[], str]) -> None:
+    def change_points(self, call: Callable[[], str]) -> None:
         """Repeat a call that changes points until it returns ``completed``, within the limit of `write`.
 
         Any other status means that the server may make the change later or never. Errors are those of `read`.
@@ -122,7 +122,7 @@ class Attempts:
         until: float | None = getattr(self._attempt, "until", None)
         return self._timeout if until is None else max(until - time.monotonic(), 0.001)
 
-    def limit(
+    def send_within_time_limit(
         self, request: httpx.Request, send: Callable[[httpx.Request], httpx.Response]
     ) -> httpx.Response:
         """Send an HTTP request with the time that is left for the current call as its timeout.
@@ -491,7 +491,7 @@ class Collection:
 
     def _index_payload(self, field: str, index: models.IntegerIndexParams) -> None:
         """Make the server create an index of a value of the payload, and wait until the index exists."""
-        self.attempts.change(
+        self.attempts.change_points(
             lambda: self.client.create_payload_index(self.name, field, index, wait=True).status.value
         )
 

@@ -246,7 +246,7 @@ class ServerPoints:
             ],
         )
         update_filter = None if upload is None else _NEVER
-        self.attempts.change(
+        self.attempts.change_points(
             lambda: (
                 self._client.upsert(self._name, batch, wait=True, update_filter=update_filter).status.value
             )
@@ -282,7 +282,7 @@ class ServerPoints:
             condition: the points to delete; it must select at least one.
         """
         selector = models.FilterSelector(filter=_to_rest_filter(condition))
-        self.attempts.change(lambda: self._client.delete(self._name, selector, wait=True).status.value)
+        self.attempts.change_points(lambda: self._client.delete(self._name, selector, wait=True).status.value)
 
     def count(self, condition: Condition | None = None) -> int:
         """Return the exact number of points (stored vectors) that a condition selects; None for all."""
@@ -413,7 +413,7 @@ class GrpcPoints(ServerPoints):
         request: Any = grpc.UpsertPoints(
             collection_name=self._name, points=points, wait=True, update_filter=update_filter
         )
-        self.attempts.change(lambda: _read_status(self._send_request("Upsert", request)))
+        self.attempts.change_points(lambda: _read_status(self._send_request("Upsert", request)))
 
     def query(self, queries: Keys, k: int, condition: Condition | None, *, exact: bool) -> Neighbors:
         """Find the k nearest points of each query with a single request over gRPC."""
@@ -443,7 +443,7 @@ class GrpcPoints(ServerPoints):
         """Delete the selected points over gRPC, and wait until the change is visible."""
         selector = grpc.PointsSelector(filter=_to_grpc_filter(condition))
         request: Any = grpc.DeletePoints(collection_name=self._name, points=selector, wait=True)
-        self.attempts.change(lambda: _read_status(self._send_request("Delete", request)))
+        self.attempts.change_points(lambda: _read_status(self._send_request("Delete", request)))
 
     def count(self, condition: Condition | None = None) -> int:
         """Return the exact number of points that a condition selects; None for all."""

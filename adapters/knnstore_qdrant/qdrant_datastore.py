@@ -380,7 +380,7 @@ class QdrantDatastore:
         short = np.flatnonzero(neighbors.ids[:, -1] < 0)
         if len(short) and not points.exact_search:
             # Either few points match, or the graph of the matching points is not connected.
-            neighbors.put(short, points.query(queries[short], k, condition, exact=True))
+            neighbors.replace_rows(short, points.query(queries[short], k, condition, exact=True))
         return neighbors
 
     def _iterate_points(
@@ -454,7 +454,7 @@ def _connect_collection(location: str | Path, options: Options) -> Iterator[Coll
             "grpc.max_reconnect_backoff_ms": 1000,
         },
     )
-    client.http.client.add_middleware(attempts.limit)
+    client.http.client.add_middleware(attempts.send_within_time_limit)
     try:
         yield Collection(client, attempts, options)
     except BaseException:

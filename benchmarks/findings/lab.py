@@ -21,7 +21,7 @@ from versions import source_hash
 import knnstore
 from knnstore.documents import TextDocument
 from knnstore.lm import KNNLMForCausalLM, KNNSettings
-from knnstore.lm.calibration.candidates import Candidate, Comparison, compare
+from knnstore.lm.calibration.candidates import Candidate, Comparison, compare_candidates
 from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.keys import model_fingerprint
 from knnstore.lm.reading import chunk_documents
@@ -166,7 +166,9 @@ class Lab:
         asked = of.folder.name, domain, fraction
         if asked not in self._compared:
             self.say(f"{domain}: calibrating, {asked[0]}")
-            self._compared[asked] = compare(of.scored(domain, "dev", fraction=fraction), networks=True)
+            self._compared[asked] = compare_candidates(
+                of.scored(domain, "dev", fraction=fraction), networks=True
+            )
         return self._compared[asked]
 
     def calibrated(self, domain: str, memory: Memory | None = None, fraction: int = 1) -> KNNSettings:

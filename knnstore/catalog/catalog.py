@@ -19,8 +19,8 @@ from sqlalchemy.engine import URL
 from knnstore.catalog import schema
 from knnstore.catalog.conditions import build_condition_clause, parse_condition
 from knnstore.catalog.connection import (
-    connect,
-    identify,
+    create_durable_engine,
+    identify_database,
     is_sqlite_file,
     render_location,
     run_read_transaction,
@@ -134,7 +134,7 @@ class Catalog:
         """
         if is_sqlite_file(url):
             create_private_file(Path(str(url.database)))
-        sql = connect(url)
+        sql = create_durable_engine(url)
         with ExitStack() as cleanup:
             cleanup.callback(sql.dispose)
             schema.create_store(sql, identity, engine, store_id)
@@ -189,7 +189,7 @@ class Catalog:
         """
         url = self.sql.url
         location = render_location(url)
-        return identify(self.sql), str(Path(location).resolve()) if is_sqlite_file(url) else location
+        return identify_database(self.sql), str(Path(location).resolve()) if is_sqlite_file(url) else location
 
     def revision(self) -> int:
         """Return the store's revision: a counter that grows with every change that readers can see.

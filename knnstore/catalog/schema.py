@@ -13,7 +13,12 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import URL, Connection, column, delete, insert, inspect, select, table
 from sqlalchemy import Engine as SqlEngine
 
-from knnstore.catalog.connection import connect, is_sqlite_file, render_location, run_exclusive_transaction
+from knnstore.catalog.connection import (
+    create_durable_engine,
+    is_sqlite_file,
+    render_location,
+    run_exclusive_transaction,
+)
 from knnstore.catalog.digests import hash_store_identity
 from knnstore.catalog.tables import Base, StoreRow
 from knnstore.catalog.types import Engine, Identity
@@ -73,7 +78,7 @@ def connect_existing(url: URL) -> SqlEngine:
     """
     if is_sqlite_file(url) and not Path(str(url.database)).exists():  # connecting would create the file
         raise make_not_found_error(url)
-    return connect(url)
+    return create_durable_engine(url)
 
 
 def check_version(connection: Connection) -> None:

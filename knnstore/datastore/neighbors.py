@@ -91,7 +91,7 @@ class Neighbors:
                 sorted.
         """
         if k >= self.ids.shape[1]:
-            return self.nearest(self.ids.shape[1])
+            return self.select_nearest(self.ids.shape[1])
         if k == 1:
             return self._map_arrays(partial(_swap_into_first_column, columns=self.distances.argmin(axis=1)))
         order = np.argpartition(self.distances, k - 1, axis=1)
@@ -137,7 +137,7 @@ class Neighbors:
             else Neighbors.concatenate([self, Neighbors.all_missing(queries, k - columns)])
         )
 
-    def spread(self, rows: NDArray[np.bool_]) -> "Neighbors":
+    def scatter_rows(self, rows: NDArray[np.bool_]) -> "Neighbors":
         """Return a result for n queries of which only some were searched, shape (n, k).
 
         The i-th row of this result becomes the row of the i-th query whose mask value is True. Each query
@@ -148,21 +148,21 @@ class Neighbors:
                 of True values is the number of rows of this result.
         """
         neighbors = Neighbors.all_missing(len(rows), self.ids.shape[1])
-        neighbors.put(rows, self)
+        neighbors.replace_rows(rows, self)
         return neighbors
 
     def mask_neighbors(self, gone: NDArray[np.bool_]) -> "Neighbors":
         """Return a copy in which the neighbors that a mask selects are replaced by missing neighbors.
 
-        A missing neighbor has id -1 and distance +inf. No neighbor moves to another column; call `nearest` to
-        move missing neighbors to the end of a row.
+        A missing neighbor has id -1 and distance +inf. No neighbor moves to another column; call
+        `select_nearest` to move missing neighbors to the end of a row.
 
         Args:
             gone: mask of the neighbors to remove, shape (q, k).
         """
         return Neighbors(np.where(gone, -1, self.ids), np.where(gone, np.float32(np.inf), self.distances))
 
-    def nearest(self, k: int) -> "Neighbors":
+    def select_nearest(self, k: int) -> "Neighbors":
         """Return the k nearest neighbors of each query, sorted by distance, nearest first.
 
         The columns of `self` may have any order. The result has k columns; if `self` has fewer columns,
@@ -179,7 +179,7 @@ class Neighbors:
         order = order[:, :k]
         return self._map_arrays(lambda array: np.take_along_axis(array, order, axis=1)).pad_columns(k)
 
-    def put(self, rows: NDArray[Any], part: "Neighbors") -> None:
+    def replace_rows(self, rows: NDArray[Any], part: "Neighbors") -> None:
         """Replace the neighbors of some queries of this result in place.
 
         Args:
@@ -196,7 +196,7 @@ class Neighbors:
         Args:
             rows: row numbers of the queries, shape (n,).
         """
-        self.put(rows, self.select_rows(rows).nearest(self.ids.shape[1]))
+        self.replace_rows(rows, self.select_rows(rows).select_nearest(self.ids.shape[1]))
 
     def _map_arrays(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> "Neighbors":
         """Return a new result whose ids and distances are made from this result's by the same function.
@@ -220,7 +220,7 @@ def _swap_into_first_column(array: NDArray[Any], columns: NDArray[np.intp]) -> N
     return changed
 
 
-def merge(parts: Sequence[Neighbors], queries: int, k: int) -> Neighbors:
+def merge_neighbors(parts: Sequence[Neighbors], queries: int, k: int) -> Neighbors:
     """Merge several search results of the same queries into the k nearest neighbors of each query.
 
     Args:
@@ -238,14 +238,14 @@ def merge(parts: Sequence[Neighbors], queries: int, k: int) -> Neighbors:
         return Neighbors.all_missing(queries, k)
     if len(parts) == 1 and parts[0].ids.shape[1] <= k:
         return parts[0].pad_columns(k)
-    return Neighbors.concatenate(parts).nearest(k)
+    return Neighbors.concatenate(parts).select_nearest(k)
 
 
 def merge_many(parts: Iterable[Neighbors], queries: int, k: int) -> Neighbors:
     """Merge many search results of the same queries into the k nearest neighbors of each query.
 
-    The function returns the same as `merge`, and takes less memory: whenever the results in memory have more
-    than 16 * k columns together, they are merged into one result.
+    The function returns the same as `merge_neighbors`, and takes less memory: whenever the results in memory
+    have more than 16 * k columns together, they are merged into one result.
 
     Args:
         parts: results of the same queries, each sorted by distance; they are read one after another. No
@@ -263,5 +263,5 @@ def merge_many(parts: Iterable[Neighbors], queries: int, k: int) -> Neighbors:
         held_parts.append(part)
         columns += part.ids.shape[1]
         if columns > _COLUMNS_HELD * k:
-            held_parts, columns = [merge(held_parts, queries, k)], k
-    return merge(held_parts, queries, k)
+            held_parts, columns = [merge_neighbors(held_parts, queries, k)], k
+    return merge_neighbors(held_parts, queries, k)

@@ -314,7 +314,7 @@ class SupportsDamage(Protocol):
         The method reads no files to look for damage; `SupportsVerify.verify` does.
         """
 
-    def abandon(self, part: DamagedPart) -> None:
+    def remove_damaged_part(self, part: DamagedPart) -> None:
         """Remove a damaged part (such as a file) and all its records from the datastore, durably.
 
         The records of the part are lost, and `list_damaged_parts` no longer returns the part.

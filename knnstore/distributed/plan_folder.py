@@ -242,7 +242,7 @@ class PlanFolder:
         digest = hashlib.sha256(content).hexdigest()
         with convert_disk_errors(self.key_files):
             self.key_files.mkdir(exist_ok=True)
-            self._replace(self._name_keys(shard, digest), content)
+            self._replace_file(self._name_keys(shard, digest), content)
             failpoint("plan.keys.renamed")
             self._describe_keys(shard, digest, is_uploaded=False)
         failpoint("plan.keys.published")
@@ -394,9 +394,9 @@ class PlanFolder:
         description = {
             "plan": self.plan.id, "records": shard.records, "sha256": digest, "uploaded": is_uploaded
         }  # fmt: skip
-        self._replace(f"{shard.number:05}.json", json.dumps(description).encode())
+        self._replace_file(f"{shard.number:05}.json", json.dumps(description).encode())
 
-    def _replace(self, name: str, content: bytes | memoryview) -> None:
+    def _replace_file(self, name: str, content: bytes | memoryview) -> None:
         """Create or replace a file in the folder ``keys``, atomically and durably.
 
         Several processes may replace the same file at the same time.

@@ -20,7 +20,7 @@ Text = NDArray[np.integer[Any]]
 
 
 class CutTexts(NamedTuple):
-    """The texts of contexts without the tokens that are far before all positions; see `Contexts.cut`."""
+    """The texts of contexts without the tokens that are far before all positions; see `Contexts.cut_to_positions`."""
 
     texts: list[Text]
     """Token ids of each text that has a position, shapes (n_i,)."""
@@ -195,7 +195,7 @@ class Contexts:
             found[of_text] = self.texts[text][lengths[of_text]]
         return found
 
-    def cut(self, before: int) -> CutTexts:
+    def cut_to_positions(self, before: int) -> CutTexts:
         """Return the texts shortened to the part around their positions.
 
         A cut text begins `before` tokens before its first position, or where the text begins. It ends with

@@ -239,7 +239,7 @@ def append_pass(
     if is_text is None:
         is_text = np.ones(states.shape[:2], np.bool_)
     is_padded = not is_text.all()
-    keys = project(_join(texts, states, is_text, joining) if joining.discounts else states)
+    keys = project(_join_states(texts, states, is_text, joining) if joining.discounts else states)
     ids = None if tokens is None else tokens.cpu().numpy()
     for row, text in enumerate(texts):
         at: slice | NDArray[np.int64] = slice(0, length)
@@ -250,7 +250,9 @@ def append_pass(
     return keys, TextBatch(texts, [text.length for text in texts], is_text)
 
 
-def _join(texts: Sequence[TextState], states: Tensor, is_text: NDArray[np.bool_], joining: Joining) -> Tensor:
+def _join_states(
+    texts: Sequence[TextState], states: Tensor, is_text: NDArray[np.bool_], joining: Joining
+) -> Tensor:
     """Add to each hidden state of a pass the weighted states of the previous tokens of its text.
 
     Args:

@@ -137,7 +137,7 @@ class Serving:
         self._tokenizer: Any = copy.deepcopy(tokenizer)
         self._token_texts = TokenTexts(self._tokenizer)
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
-        self.infilling = Infilling.find(self._tokenizer, lm.store.identity.vocab_size)
+        self.infilling = Infilling.find_tokens(self._tokenizer, lm.store.identity.vocab_size)
         """Special tokens of prompts with a suffix; None if the tokenizer has none: suffixes are refused."""
         self.window = lm.reader.max_length
         self.prefix = lm.reader.prefix
@@ -388,7 +388,7 @@ class Serving:
             if not (is_continued and (is_incomplete or self._token_texts.is_fallback_byte(last))):
                 return self._token_texts.decode_pieces(shown), 0
             detokenizer = Detokenizer(self._token_texts, special=True)
-            texts = [piece.text for token in shown for piece in detokenizer.take(token)]
+            texts = [piece.text for token in shown for piece in detokenizer.append_token(token)]
             unfinished = len(shown) - len(texts)
             return [*texts, *[""] * unfinished], unfinished
 

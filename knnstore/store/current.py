@@ -72,7 +72,7 @@ class Current:
                 self._view = View(snapshot, self.datastore, self._catalog)
             return self._view
 
-    def switch(self, engine: Engine, datastore: Datastore, commit: Callable[[], None]) -> Datastore:
+    def switch_engine(self, engine: Engine, datastore: Datastore, commit: Callable[[], None]) -> Datastore:
         """Replace the engine and its open datastore, and return the old datastore, which is still open.
 
         Afterwards this store counts as the owner of the keys. Other threads see the old state or the new
@@ -104,7 +104,7 @@ class Current:
         with ExitStack() as failed:
             opened = failed.enter_context(place.open("a"))
             place.claim(copied=True)
-            self.switch(self.engine, opened, lambda: None).close()
+            self.switch_engine(self.engine, opened, lambda: None).close()
             failed.pop_all()
 
     def check_owned(self, copied: bool) -> None:

@@ -38,7 +38,9 @@ _BATCH_DOCUMENTS = 64  # documents, each of which takes some pages of a database
 _BATCH_TOKENS = 1 << 17  # tokens, of four bytes; SQLite writes them to its log to overwrite them
 
 
-def purge(catalog: CatalogWriter, datastore: Datastore, documents: Sequence[PlacedDocument]) -> None:
+def delete_unfinished_documents(
+    catalog: CatalogWriter, datastore: Datastore, documents: Sequence[PlacedDocument]
+) -> None:
     """Delete documents that are not live (half added or removed): their records, then their catalog rows.
 
     Also deletes saved settings that were fitted on removed documents, and damaged files of the datastore that
@@ -64,7 +66,7 @@ def purge(catalog: CatalogWriter, datastore: Datastore, documents: Sequence[Plac
     for group in _group_by_tokens(
         documents
     ):  # each frees, in the database, what the next one needs for its log
-        change_in_batches_if_full(catalog, catalog.forget, [document.row for document in group])
+        change_in_batches_if_full(catalog, catalog.delete_documents, [document.row for document in group])
 
 
 def change_in_batches_if_full(
@@ -131,7 +133,7 @@ class Ingest:
     ) -> None:
         self._catalog = catalog
         self._datastore = datastore
-        self._placed = catalog.begin(documents, starts)
+        self._placed = catalog.insert_pending_documents(documents, starts)
         self._starts = np.array([placed.start for placed in self._placed], np.int64)
         self._groups = np.array([placed.group for placed in self._placed], np.int32)
         self._precision = get_checksum_precision(datastore.capabilities)
@@ -283,7 +285,9 @@ def _abandon(catalog: CatalogWriter, datastore: Datastore, documents: Sequence[P
     """Delete documents unless they have become live, and ignore errors; see `Ingest.abandon`."""
     with contextlib.suppress(KnnstoreError, OSError):
         live = catalog.catalog.ids_and_domains(placed.row for placed in documents)
-        purge(catalog, datastore, [placed for placed in documents if placed.row not in live])
+        delete_unfinished_documents(
+            catalog, datastore, [placed for placed in documents if placed.row not in live]
+        )
 
 
 def publish_documents(
@@ -305,5 +309,5 @@ def publish_documents(
         lease: id of the lease whose positions the documents have, or None.
     """
     known = {row: text for row, text in checksums.items() if text is not None}
-    catalog.publish(list(checksums), known, lease=lease)
-    purge(catalog, datastore, catalog.unsettled_documents())
+    catalog.make_documents_live(list(checksums), known, lease=lease)
+    delete_unfinished_documents(catalog, datastore, catalog.unsettled_documents())

@@ -235,7 +235,7 @@ def abandon_unneeded(catalog: Catalog, datastore: Datastore) -> None:
         snapshot = catalog.snapshot()
         for part in parts:
             if not len(find_documents_of_part(part, snapshot, datastore)):
-                datastore.abandon(part)
+                datastore.remove_damaged_part(part)
 
 
 def check_undamaged(catalog: Catalog, datastore: Datastore, message_start: str) -> None:

@@ -255,7 +255,9 @@ class KNNStore(StoreReader):
         with self._lock_for_writing() as writer, writer.ingest_leased(lease) as documents:
             yield documents
 
-    def describe(self, domain: str, changes: Mapping[str, tuple[Mapping[str, Any], Iterable[str]]]) -> None:
+    def replace_metadata(
+        self, domain: str, changes: Mapping[str, tuple[Mapping[str, Any], Iterable[str]]]
+    ) -> None:
         """Replace the metadata and tags of documents in one transaction. Texts and keys do not change.
 
         Args:
@@ -266,7 +268,7 @@ class KNNStore(StoreReader):
             DocumentNotFoundError: if an id is unknown.
         """
         with self._lock_for_writing() as writer:
-            writer.describe(domain, changes)
+            writer.replace_metadata(domain, changes)
 
     def rename(self, domain: str, ids: Mapping[str, str]) -> None:
         """Change the ids of documents in one transaction. Texts and keys do not change.
@@ -471,7 +473,7 @@ class KNNStore(StoreReader):
         target = Engine(adapter, location, dict(params or {}))
         with self._lock_for_writing(copied=True) as writer, writer.finish_copying_keys():
             writer.delete_uploads(self.leases())
-            return self._relocation.move(writer.writer, target, progress or Progress())
+            return self._relocation.move_keys(writer.writer, target, progress or Progress())
 
     def abandon_move(self) -> Engine | None:
         """Give up a move of the keys that was interrupted before its switch, and erase its copy.
@@ -483,7 +485,7 @@ class KNNStore(StoreReader):
             The target engine of the move; None if there is no such move.
         """
         with self._lock_for_writing():
-            return self._relocation.abandon()
+            return self._relocation.abandon_move()
 
     def _select_one(self, id: str, domain: str | None) -> Selection:
         """Return a selection that contains exactly one document.

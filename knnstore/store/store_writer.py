@@ -23,7 +23,7 @@ from knnstore.store.fitted import (
     save_weights,
 )
 from knnstore.store.home import Home
-from knnstore.store.ingest import Ingest, LeasedIngest, change_in_batches_if_full, purge
+from knnstore.store.ingest import Ingest, LeasedIngest, change_in_batches_if_full, delete_unfinished_documents
 from knnstore.store.soundness import (
     abandon_unneeded,
     get_checksum_precision,
@@ -54,7 +54,7 @@ class StoreChanges:
         self.current = current
         self._new_weights: set[str] = set()
 
-    def purge(self) -> None:
+    def delete_unfinished_documents(self) -> None:
         """Delete incompletely added documents, and the rest of documents that were removed incompletely.
 
         Settings and weights that were fitted on removed documents are deleted too.
@@ -63,7 +63,7 @@ class StoreChanges:
             DiskFullError: if the disk has no room for the changes. Readers do not see the documents that
                 could not be deleted.
         """
-        purge(self.writer, self.current.datastore, self.writer.unsettled_documents())
+        delete_unfinished_documents(self.writer, self.current.datastore, self.writer.unsettled_documents())
         self._delete_unused_weight_files()
 
     def purge_what_fits(self) -> None:
@@ -73,7 +73,7 @@ class StoreChanges:
         rest.
         """
         try:
-            self.purge()
+            self.delete_unfinished_documents()
         except DiskFullError as error:
             _logger.warning(
                 "not all space of removed documents could be freed; the next command that writes frees "
@@ -121,7 +121,7 @@ class StoreChanges:
             group.abandon()
             raise
         self._delete_unused_weight_files()
-        self._home.reserve.keep()  # an earlier removal may have used it
+        self._home.reserve.ensure_reserved()  # an earlier removal may have used it
 
     @contextmanager
     def ingest_leased(self, lease: Lease) -> Iterator[LeasedIngest]:
@@ -133,7 +133,7 @@ class StoreChanges:
         self._check_space(lease.stop - lease.start)
         # An earlier attempt may have left documents at the same positions. Removing them later would remove
         # the new records too.
-        self.purge()
+        self.delete_unfinished_documents()
         documents = LeasedIngest(self.writer, self.current.datastore, lease)
         try:
             yield documents
@@ -142,7 +142,7 @@ class StoreChanges:
             documents.abandon()
             raise
         self._delete_unused_weight_files()
-        self._home.reserve.keep()
+        self._home.reserve.ensure_reserved()
 
     def release(self, leases: Sequence[Lease]) -> None:
         """Delete leases (reserved positions).
@@ -150,7 +150,7 @@ class StoreChanges:
         Records that were uploaded for uncommitted leases are deleted too. Documents of committed leases stay.
         """
         self.delete_uploads(leases)
-        self.writer.release(lease.id for lease in leases)
+        self.writer.delete_leases(lease.id for lease in leases)
 
     def prepare_uploads(self, domain: str) -> UploadTarget | None:
         """Return the engine to which workers may upload records; see `KNNStore.prepare_uploads`."""
@@ -176,15 +176,17 @@ class StoreChanges:
             datastore.delete(uploaded)
             datastore.flush()
 
-    def describe(self, domain: str, changes: Mapping[str, tuple[Mapping[str, Any], Iterable[str]]]) -> None:
-        """Replace the metadata and tags of documents in one transaction; see `KNNStore.describe`."""
+    def replace_metadata(
+        self, domain: str, changes: Mapping[str, tuple[Mapping[str, Any], Iterable[str]]]
+    ) -> None:
+        """Replace the metadata and tags of documents in one transaction; see `KNNStore.replace_metadata`."""
         rows = self._find_rows(domain, changes)
-        self.writer.describe({rows[id]: change for id, change in changes.items()})
+        self.writer.replace_metadata({rows[id]: change for id, change in changes.items()})
 
     def rename(self, domain: str, ids: Mapping[str, str]) -> None:
         """Change the ids of documents in one transaction; see `KNNStore.rename`."""
         rows = self._find_rows(domain, ids)
-        self.writer.rename({rows[old]: new for old, new in ids.items()})
+        self.writer.rename_documents({rows[old]: new for old, new in ids.items()})
 
     def retag(self, rows: Iterable[int], add: Iterable[str], remove: Iterable[str]) -> int:
         """Add tags to documents, and remove tags from them, in one transaction.
@@ -198,7 +200,7 @@ class StoreChanges:
         """
         documents = self.writer.catalog.documents_by_row(rows)
         added_tags, removed_tags = check_distinct_names(add, "tag"), check_distinct_names(remove, "tag")
-        self.writer.describe(
+        self.writer.replace_metadata(
             {
                 row: (document.metadata, ({*document.tags} | added_tags) - removed_tags)
                 for row, document in documents.items()
@@ -221,7 +223,7 @@ class StoreChanges:
             change_in_batches_if_full(self.writer, self.writer.mark_as_deleting, rows)
             self.purge_what_fits()
         finally:
-            self._home.reserve.keep()
+            self._home.reserve.ensure_reserved()
 
     def save_settings(self, saved: SavedSettings, domains: Sequence[str]) -> None:
         """Save retrieval settings for a set of domains; see `KNNStore.save_settings`.

@@ -102,7 +102,7 @@ class View:
         if records and (neighbors.ids[:, 0] < 0).any():
             raise CorruptDatastoreError(_LOST_RECORDS)
         if orphans.any():
-            neighbors = neighbors.mask_neighbors(orphans).nearest(k)
+            neighbors = neighbors.mask_neighbors(orphans).select_nearest(k)
         return neighbors
 
     def visit(self, queries: Keys, probes: int, selection: Selection) -> list[Visits]:

@@ -26,7 +26,7 @@ from knnstore.lm.calibration import (
     Candidate,
     Judge,
     ScoredText,
-    compare,
+    compare_candidates,
 )
 from knnstore.lm.keys import (
     FINAL_PLACES,
@@ -192,7 +192,7 @@ def probe_keys(
         documents = torch.from_numpy(text.documents)
         evidence = Evidence(text.lm_max, [NeighborSums(distances, hits=hits)])
         scored = ScoredText(text.lm_log_probs, documents, evidence)
-        compared = compare(scored, fits={})
+        compared = compare_candidates(scored, fits={})
         base, best, change = compared.base, compared.best, None
         if one_state is not None:
             _, change = Judge(replace(scored, lm_log_probs=one_state.log_probs))(best.log_probs)

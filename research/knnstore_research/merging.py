@@ -172,7 +172,7 @@ def _find_nearest_pairs(tokens: NDArray[np.int64], keys: Keys) -> NDArray[np.int
             token_keys = keys[rows]
             nearest = find_nearest_rows(token_keys, token_keys, near + 1, Metric.L2)
             itself = nearest.ids == np.arange(len(rows))[:, None]
-            others = nearest.mask_neighbors(itself).nearest(near)
+            others = nearest.mask_neighbors(itself).select_nearest(near)
             found.append(np.sort(np.stack([np.repeat(rows, near), rows[others.ids.ravel()]], axis=1), axis=1))
             lengths.append(others.distances.ravel())
     pairs, distances = np.concatenate(found), np.concatenate(lengths)

@@ -42,8 +42,8 @@ one_database = settings(suppress_health_check=[HealthCheck.function_scoped_fixtu
 @pytest.fixture
 def publish(writer: CatalogWriter) -> Callable[[NewDocument], int]:
     def add(document: NewDocument) -> int:
-        (placed,) = writer.begin([document])
-        writer.publish([placed.row])
+        (placed,) = writer.insert_pending_documents([document])
+        writer.make_documents_live([placed.row])
         return placed.row
 
     return add
@@ -69,11 +69,11 @@ def test_text_that_some_database_cannot_store_is_refused(
     text: str, catalog: Catalog, writer: CatalogWriter, document: Make
 ) -> None:
     for act in (
-        lambda: writer.begin([document("fine"), document(text)]),
-        lambda: writer.begin([document("a", text)]),
-        lambda: writer.begin([document("a", tags=("fine", text))]),
-        lambda: writer.describe({1: ({}, [text])}),
-        lambda: writer.rename({1: text}),
+        lambda: writer.insert_pending_documents([document("fine"), document(text)]),
+        lambda: writer.insert_pending_documents([document("a", text)]),
+        lambda: writer.insert_pending_documents([document("a", tags=("fine", text))]),
+        lambda: writer.replace_metadata({1: ({}, [text])}),
+        lambda: writer.rename_documents({1: text}),
         lambda: catalog.documents(id=text),
         lambda: catalog.rows(domain=text),
         lambda: catalog.rows_by_tag([text]),
@@ -98,7 +98,7 @@ def test_metadata_comes_back(
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), {1, 2}, b"bytes"], ids=repr)
 def test_metadata_that_is_not_json_is_refused(value: object, writer: CatalogWriter, document: Make) -> None:
     with pytest.raises(InputError, match="document 'a': its metadata cannot be stored as JSON"):
-        writer.begin([document("a", metadata={"v": value})])
+        writer.insert_pending_documents([document("a", metadata={"v": value})])
     with pytest.raises(InputError, match="settings cannot be stored as JSON"):
         writer.save_settings([], {"v": value})
     assert writer.unsettled_documents() == []
@@ -123,7 +123,7 @@ def test_settings_belong_to_a_set_of_domains(
     assert catalog.settings(many) == {"k": 4}
     assert catalog.settings(["tax"]) is None
     writer.mark_as_deleting(rows[1:])
-    writer.forget(rows[1:])
+    writer.delete_documents(rows[1:])
     assert catalog.settings(["law", "tax"]) is None
     assert catalog.settings(["law"]) == {"k": 3}
     assert catalog.settings() == {"k": 1}

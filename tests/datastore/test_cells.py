@@ -367,7 +367,7 @@ def test_a_device_measures_as_the_processor_does(tmp_path: Path, metric: Metric,
             Filter(ids=IdRanges([(300, 7000)])),
         ):
             found = [Neighbors.from_visits(store.visit(queries, 3, where=where), 200) for store in stores]
-            near = [each.nearest(each.ids.shape[1]) for each in found]
+            near = [each.select_nearest(each.ids.shape[1]) for each in found]
             np.testing.assert_allclose(near[1].distances, near[0].distances, rtol=1e-4, atol=1e-3)
             assert [sorted(ids) for ids in near[0].ids] == [sorted(ids) for ids in near[1].ids]
     for store in stores:
@@ -460,7 +460,7 @@ def test_a_device_follows_a_group_that_has_grown(
             store.flush()
             asked = clustered(50, seed=1)
             visited = [Neighbors.from_visits(one.visit(asked, 3), 50) for one in (store, reader)]
-    found = [each.nearest(each.ids.shape[1]) for each in visited]
+    found = [each.select_nearest(each.ids.shape[1]) for each in visited]
     assert [set(ids) for ids in found[1].ids] == [set(ids) for ids in found[0].ids]
     np.testing.assert_allclose(found[1].distances, found[0].distances, rtol=1e-4, atol=1e-3)
 
@@ -584,7 +584,7 @@ def test_queries_meet_by_tables_what_decoded_keys_say(
                 assert ranks_of(scanning) == ranks_of(decoding) != {}
                 assert scans
                 scans.clear()
-                both = [one.nearest(one.ids.shape[1]) for one in (expected, by_cell)]
+                both = [one.select_nearest(one.ids.shape[1]) for one in (expected, by_cell)]
                 assert [sorted(row) for row in both[0].ids] == [sorted(row) for row in both[1].ids]
                 np.testing.assert_allclose(both[1].distances, both[0].distances, rtol=1e-4, atol=4e-3)
                 expected = expected.select_rows(np.arange(0, 120, 20))

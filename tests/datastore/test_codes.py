@@ -334,7 +334,7 @@ def test_a_damaged_codec_costs_its_group(tmp_path: Path, damage: str) -> None:
         store.optimize()
         assert len(held(store)) == 2000
         assert {s.group for s in store._segments.list_readable_segments()} == {0, 1}
-        store.abandon(store.list_damaged_parts()[0])
+        store.remove_damaged_part(store.list_damaged_parts()[0])
         assert store.verify() == []
 
 

@@ -17,7 +17,7 @@ from knnstore.datastore.embedded import exact
 from knnstore.datastore.embedded.exact import ExactIndex, NearestRows
 from knnstore.datastore.embedded.segment import Segment
 from knnstore.datastore.memory import MemoryDatastore
-from knnstore.datastore.neighbors import Neighbors, merge
+from knnstore.datastore.neighbors import Neighbors, merge_neighbors
 
 
 def true_distances(queries: np.ndarray, keys: np.ndarray, metric: Metric) -> np.ndarray:
@@ -132,7 +132,7 @@ def test_equal_keys_of_several_domains_are_cut_by_id(engine: type[Datastore], tm
 def test_merge(parts: list[list[int]], k: int) -> None:
     """Several sorted rows become the k least of all, padded at the end."""
     width = [min(len(part), k) for part in parts]
-    found = merge(
+    found = merge_neighbors(
         [
             Neighbors(
                 np.array([part[:w]], np.int64).reshape(1, -1), np.array([part[:w]], np.float32).reshape(1, -1)
@@ -164,12 +164,12 @@ def test_one_formula_for_arrays_and_tensors(metric: Metric) -> None:
 def test_neighbors_are_joined_spread_and_replaced() -> None:
     two = Neighbors(np.array([[3, 1]]), np.float32([[0.1, 0.3]]))
     one = Neighbors(np.array([[5]]), np.float32([[0.2]]))
-    found = Neighbors.concatenate([two, one]).nearest(4)
+    found = Neighbors.concatenate([two, one]).select_nearest(4)
     assert found.ids.tolist() == [[3, 5, 1, -1]]
-    left = found.mask_neighbors(found.ids == 3).nearest(4).spread(np.array([False, True]))
+    left = found.mask_neighbors(found.ids == 3).select_nearest(4).scatter_rows(np.array([False, True]))
     assert left.ids.tolist() == [[-1] * 4, [5, 1, -1, -1]]
     below = Neighbors.concatenate([one, two], axis=0).select_rows(np.array([1, 0]))
     assert below.ids.tolist() == [[3, 1], [5, -1]]
-    below.put(np.array([0]), one)
+    below.replace_rows(np.array([0]), one)
     assert below.ids.tolist() == [[5, -1], [5, -1]]
     assert below.distances.tolist() == [[np.float32(0.2), np.inf]] * 2

@@ -25,7 +25,7 @@ from knnstore.datastore.embedded.manifest import Manifest, ManifestPart
 from knnstore.datastore.embedded.mapped import MappedFile
 from knnstore.datastore.embedded.merging import merge_records
 from knnstore.datastore.embedded.segment import Segment
-from knnstore.datastore.neighbors import merge, merge_many
+from knnstore.datastore.neighbors import merge_many, merge_neighbors
 from knnstore.durable import StoredFile
 from knnstore.errors import CorruptDatastoreError, DatastoreError
 
@@ -222,7 +222,7 @@ def test_many_parts_of_a_search_are_merged_a_few_at_a_time() -> None:
         width = int(rng.integers(1, 6))
         distances = np.sort(rng.integers(0, 50, (3, width)), axis=1).astype(np.float32)
         parts.append(Neighbors(number * 10 + np.tile(np.arange(width), (3, 1)), distances))
-    found, expected = merge_many(iter(parts), 3, 5), merge(parts, 3, 5)
+    found, expected = merge_many(iter(parts), 3, 5), merge_neighbors(parts, 3, 5)
     assert found.ids.tolist() == expected.ids.tolist()
     assert found.distances.tolist() == expected.distances.tolist()
 

@@ -354,7 +354,7 @@ def test_what_a_failed_commit_has_left_does_not_harm_the_next(
                 raise DiskFullError("no room")
 
             patch.setattr("knnstore.store.ingest.publish_documents", fail)
-            patch.setattr("knnstore.store.ingest.purge", fail)
+            patch.setattr("knnstore.store.ingest.delete_unfinished_documents", fail)
             with pytest.raises(DiskFullError):
                 commit_plan(store, PlanFolder(workshop.folder.path))
         assert commit_plan(store, PlanFolder(workshop.folder.path)).documents == len(DOCUMENTS)

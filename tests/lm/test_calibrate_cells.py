@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from knnstore.documents import TextDocument
 from knnstore.lm import DomainWeights, KNNSettings
 from knnstore.lm.calibration import candidates, judging
-from knnstore.lm.calibration.candidates import choose_probes, compare, measure_probes
+from knnstore.lm.calibration.candidates import choose_probes, compare_candidates, measure_probes
 from knnstore.lm.calibration.scored_text import ScoredText, score_once
 from knnstore.lm.calibration.searches import FurtherSearches
 from knnstore.lm.mixing import CellSums, ProbedCells
@@ -108,7 +108,7 @@ def test_probes_are_chosen_on_the_beginnings_of_documents(lm, monkeypatch) -> No
     monkeypatch.setattr(candidates, "_SAMPLE_TOKENS", len(further.scored) // 2 + 1)
     whole, by_whole = measure_probes(further, probes)
     assert len(whole) == len(further.scored)
-    assert by_whole == compare(whole, fits={}).probes
+    assert by_whole == compare_candidates(whole, fits={}).probes
     with monkeypatch.context() as short:  # as of documents that are very uneven
         short.setattr(candidates, "_SAMPLE_TOKENS", 500)
         short.setattr(candidates, "_sample_beginnings", lambda _: torch.arange(20))
@@ -120,7 +120,7 @@ def test_probes_are_chosen_on_the_beginnings_of_documents(lm, monkeypatch) -> No
         assert sample_tokens <= len(found) <= 1.2 * 500
         assert found.tolist() == sorted(set(found.tolist()))
     few = replace(further.scored, visited=further.search_with_probes([2]))
-    assert compare(few, fits={}, by_probes={1: 9.0, 2: 5.0}).chosen_probes == 2
+    assert compare_candidates(few, fits={}, by_probes={1: 9.0, 2: 5.0}).chosen_probes == 2
 
 
 @given(st.dictionaries(st.integers(1, 512), st.floats(1, 1e3), min_size=1))
@@ -154,10 +154,10 @@ def test_domains_visited_apart_agree_with_the_evaluation(lm) -> None:
         found.knn_ppl, rel=1e-4
     )
     scored = visited(further, 4)
-    kept = compare(scored, given, fits={}, domains=evidence).current
+    kept = compare_candidates(scored, given, fits={}, domains=evidence).current
     assert kept.held_out.ppl == pytest.approx(found.knn_ppl, rel=1e-4)
     for other in (replace(given, probes=None), KNNSettings(k=8, lam=0.4), KNNSettings(lam=0.4, probes=5)):
-        assert compare(scored, other, fits={}, domains=evidence).current is None
+        assert compare_candidates(scored, other, fits={}, domains=evidence).current is None
 
 
 def test_p_knn_on_a_grid_is_what_it_is_at_each_temperature() -> None:

@@ -43,7 +43,7 @@ def test_squares_are_what_separate_exponentials_are() -> None:
     some, gold = cells(30), torch.from_numpy(RNG.integers(0, TOKENS, QUERIES))
     temperatures = [7.3 * factor for factor in (0.25, 0.5, 1.0, 2.0, 4.0)]
     visited = CellSums(some, gold)
-    visited.prepare(temperatures)
+    visited.precompute_weights(temperatures)
     each = torch.linspace(3, 30, QUERIES)
     for at, of in [(one, visited.weights(one)) for one in temperatures] + [(each, visited.weights(each))]:
         wanted = np.zeros((QUERIES, 2))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from knnstore.lm import BinnedLambda, DomainWeights, KNNSettings
-from knnstore.lm.calibration.candidates import compare
+from knnstore.lm.calibration.candidates import compare_candidates
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.calibration.searches import FurtherSearches
 from knnstore.lm.mixing import interpolate_on_grid
@@ -106,11 +106,11 @@ def test_what_is_in_force_is_judged_with_its_own_weights_or_its_own_k(lm, furthe
         KNNSettings(16, temperature, DomainWeights(("b", "a"), (0.3, 0.4))),
         KNNSettings(300, temperature, lam=0.5),
     ):
-        found = compare(further.scored, current, fits={}, **evidence).current
+        found = compare_candidates(further.scored, current, fits={}, **evidence).current
         assert found.settings == current
         assert found.held_out.ppl == pytest.approx(lm.evaluate(HELD_OUT, current).knn_ppl, rel=2e-3)
     gone = KNNSettings(16, temperature, DomainWeights(("gone",), (0.3,)))
-    assert compare(further.scored, gone, fits={}, domains=evidence["domains"]).current is None
+    assert compare_candidates(further.scored, gone, fits={}, domains=evidence["domains"]).current is None
 
 
 def test_all_records_are_the_largest_k(lm):

@@ -17,7 +17,7 @@ from knnstore.lm import (
     save_settings,
 )
 from knnstore.lm.calibration.evidence import gather_evidence
-from knnstore.lm.calibration.fits import fit_fixed, fit_joint, fit_together
+from knnstore.lm.calibration.fits import fit_all_components, fit_fixed, fit_joint
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.components import CacheSettings, NGramFitting, RecentFitting, collect_experts, gate
 from knnstore.lm.drafts import Drafts
@@ -284,7 +284,7 @@ def test_it_is_fitted_on_the_tokens_it_is_given_alone(scored) -> None:
     (evidence,) = gather_evidence(scored, [K])
     half = evidence.select_tokens(scored.documents % 2 == 0)
     others = {"cache": RecentFitting.from_keys(scored.reading, scored.evidence.found["own n-grams"])}
-    one = fit_together(half, scored, NGramFitting(scored.ngrams), others, fit_fixed)
+    one = fit_all_components(half, scored, NGramFitting(scored.ngrams), others, fit_fixed)
     assert one.gate is not None
     other = ~torch.isin(torch.arange(len(scored)), half.tokens)
     changed = with_evidence(
@@ -292,7 +292,7 @@ def test_it_is_fitted_on_the_tokens_it_is_given_alone(scored) -> None:
         lm_entropy=scored.evidence.lm_entropy.where(~other, 7.0),
         found={"n-grams": scored.ngrams._replace(probs=scored.ngrams.probs.where(~other, 1e-6))},
     )
-    assert fit_together(half, changed, NGramFitting(changed.ngrams), others, fit_fixed) == one
+    assert fit_all_components(half, changed, NGramFitting(changed.ngrams), others, fit_fixed) == one
 
 
 def test_saved_and_loaded_it_weighs_the_same_and_goes_with_its_text(lm, scored, gated) -> None:

@@ -85,11 +85,11 @@ def test_scored_text_has_the_probabilities_of_the_definition(texts, order) -> No
 def test_texts_are_cut_between_the_first_context_and_the_last_target():
     texts = [np.arange(10), np.arange(20, 25), np.arange(30, 33)]
     contexts = Contexts.from_documents(texts).with_positions(np.array([0, 0, -1, 2]), np.array([4, 6, 0, 3]))
-    cut = contexts.cut(2)
+    cut = contexts.cut_to_positions(2)
     assert [text.tolist() for text in cut.texts] == [[2, 3, 4, 5, 6], [31, 32]]
     assert (cut.is_whole, cut.rows.tolist()) == ([False, False], [0, 1, 3])
     assert (cut.owners.tolist(), cut.lengths.tolist()) == ([0, 0, 1], [2, 4, 2])
-    assert contexts.cut(3).is_whole == [False, True]
+    assert contexts.cut_to_positions(3).is_whole == [False, True]
 
 
 @given(texts=TEXTS, order=st.integers(2, 6), new=st.integers(1, 40), prefix=st.sampled_from([[], [9]]))

@@ -49,7 +49,7 @@ def common(one, other):
 
 def pieces_of(texts, before, tokens, *, special=False):
     detokenizer = Detokenizer(texts, before, special=special)
-    return [[*map(detokenizer.take, tokens)], detokenizer.end()]
+    return [[*map(detokenizer.append_token, tokens)], detokenizer.end()]
 
 
 @pytest.mark.slow

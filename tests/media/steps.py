@@ -198,7 +198,7 @@ def run(name: str, arguments: list[Any], options: dict[str, Any], output: Path) 
 
 
 if __name__ == "__main__":
-    registry.load("faiss")  # so that no step imports it again
+    registry.load_adapter("faiss")  # so that no step imports it again
     folder = Path(sys.argv[1])
     for line in sys.stdin:
         name, arguments, options = json.loads(line)

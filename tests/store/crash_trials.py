@@ -193,7 +193,7 @@ def child(work: Callable[[], object]) -> int:
 
 def warm_up(home: Path, operation: Operation) -> None:
     """Import and compile once, here, and not in every child; by an engine that starts no threads."""
-    registry.load = functools.cache(registry.load)  # which reads the metadata of all packages
+    registry.load_adapter = functools.cache(registry.load_adapter)  # which reads the metadata of all packages
     prepare(home, operation)
     with KNNStore.open(home, "a") as store:
         contents(store)

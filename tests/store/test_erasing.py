@@ -242,13 +242,13 @@ def test_keys_that_a_move_has_just_switched_to_are_not_taken_for_its_leftover(
         add(store, "a")
         writing = store._changes
         assert writing
-        move = writing.writer.move
+        move = writing.writer.switch_engine
 
         def answer_lost(*arguments: Any) -> None:
             move(*arguments)
             raise StoreUnavailableError("the connection broke")
 
-        monkeypatch.setattr(writing.writer, "move", answer_lost)
+        monkeypatch.setattr(writing.writer, "switch_engine", answer_lost)
         with pytest.raises(StoreUnavailableError):
             store.move("faiss", "elsewhere")
         store.erase()

@@ -93,13 +93,13 @@ def test_many_are_verified_and_described_by_few_statements(store: KNNStore) -> N
     assert len(executed) <= 20
     changes = {f"{i}": ({"new": i}, {f"new {i}", "all"}) for i in range(3, DOCUMENTS, 40)}
     with statements(store) as executed:
-        store.describe("3", changes)
+        store.replace_metadata("3", changes)
     assert len(executed) <= 15
     for document in store.documents(domain="3"):
         assert document.metadata == {"new": int(document.id)}
         assert document.tags == ("all", f"new {document.id}")
     with pytest.raises(DocumentNotFoundError):
-        store._changes.writer.describe({1: ({}, {"a"}), 10**6: ({}, {"b"})})
+        store._changes.writer.replace_metadata({1: ({}, {"a"}), 10**6: ({}, {"b"})})
     assert not store.documents(tag="a")
     assert len(store.documents(tag="tag 0")) == 2
 

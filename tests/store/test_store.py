@@ -183,7 +183,7 @@ def test_what_a_condition_selects_is_searched_retagged_and_removed(
         assert {one.document for one in store.provenance(found.ids[found.ids >= 0])} == {"2021", "2022"}
         assert store.record_count(recent) == 40
         assert [one.id for one in store.select(Selection(domains=["law"], where="year < 2021"))] == ["2019"]
-        store.describe("law", {"2019": ({"year": 2030}, [])})
+        store.replace_metadata("law", {"2019": ({"year": 2030}, [])})
         assert store.record_count(recent) == 60  # the view follows the metadata
         store.rename("law", {"2019": "2030"})
         ids = store.search(queries, 100, recent).ids
@@ -402,7 +402,7 @@ def test_a_writer_that_lost_the_store_takes_its_records_back(store, writer) -> N
     catalog = Catalog.open(store.home.catalog_url)
     with pytest.raises(FencedError), store.ingest([new := writer._new("law", "2", 20)]) as group:
         other = CatalogWriter(catalog)
-        other.forget([document.row for document in other.unsettled_documents()])  # as it recovers
+        other.delete_documents([document.row for document in other.unsettled_documents()])  # as it recovers
         writer.put(group, 0, new)
     assert store.datastore.count() == 20
     assert store.verify() == []

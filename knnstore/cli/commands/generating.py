@@ -170,7 +170,7 @@ class PromptAndContinuation:
             self._detokenizer = Detokenizer(TokenTexts(self._reader.tokenizer), ids)
             echo(Verbatim(self._prompt), end="")
             return
-        text = "".join(piece.text for token in ids for piece in self._detokenizer.take(token))
+        text = "".join(piece.text for token in ids for piece in self._detokenizer.append_token(token))
         echo(Verbatim(text), end="")
         self._printed_text += text
 

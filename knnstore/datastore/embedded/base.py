@@ -293,9 +293,9 @@ class EmbeddedDatastore(ABC):
         """
         return self._segments.list_damaged_parts()
 
-    def abandon(self, part: DamagedPart) -> None:
+    def remove_damaged_part(self, part: DamagedPart) -> None:
         """Remove a damaged segment and its records, durably. Other changes become durable too."""
-        self._segments.abandon(part)
+        self._segments.remove_damaged_part(part)
 
     def optimize(self) -> None:
         """Merge segments, reclaim the space of deleted records, and build missing indexes.

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from knnstore.datastore.arrays import Distances, Keys, Metric
 from knnstore.datastore.distances import BLOCK_VALUES, find_nearest_rows, paired_distances
 from knnstore.datastore.embedded.segment import Columns, Segment
-from knnstore.datastore.neighbors import Neighbors, merge
+from knnstore.datastore.neighbors import Neighbors, merge_neighbors
 from knnstore.datastore.ranges import IdRanges
 
 _CHUNK = 1 << 16  # rows converted, moved or gathered at a time
@@ -159,8 +159,8 @@ class ExactIndex:
                 nearest_in_piece.ids[nearest_in_piece.ids >= 0] += rows.start
             else:
                 nearest_in_piece = nearest_in_piece.map_rows_to_ids(rows)
-            parts = [merge([*parts, nearest_in_piece], len(queries), k)]
-        return merge(parts, len(queries), k)
+            parts = [merge_neighbors([*parts, nearest_in_piece], len(queries), k)]
+        return merge_neighbors(parts, len(queries), k)
 
     @staticmethod
     def _split_slices(slices: NDArray[np.int64]) -> Iterator[slice | NDArray[np.int64]]:
@@ -400,7 +400,7 @@ def compare_rows(
         ids, keys = segment.columns.ids[chunk], segment.columns.keys_at(chunk)
         index = ExactIndex(queries.shape[1], metric, nearest)
         index.update([Segment.from_arrays(segment.group, ids, keys)])
-        neighbors = merge([neighbors, index.search(queries, k, None)], len(queries), k)
+        neighbors = merge_neighbors([neighbors, index.search(queries, k, None)], len(queries), k)
     return neighbors
 
 

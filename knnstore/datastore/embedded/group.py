@@ -18,7 +18,7 @@ from knnstore.datastore.arrays import Keys
 from knnstore.datastore.embedded.exact import ExactIndex
 from knnstore.datastore.embedded.log import KeySegments
 from knnstore.datastore.embedded.segment import Segment
-from knnstore.datastore.neighbors import Neighbors, merge
+from knnstore.datastore.neighbors import Neighbors, merge_neighbors
 from knnstore.datastore.ranges import IdRanges
 from knnstore.durable import StoredFile
 from knnstore.errors import CorruptDatastoreError
@@ -74,7 +74,7 @@ class GroupSearch(Protocol):
     rows: int
     """Number of records of the group; deleted and replaced records do not count."""
 
-    def holds(self, segments: Sequence[Segment]) -> bool:
+    def holds_segments(self, segments: Sequence[Segment]) -> bool:
         """Check whether `segments` is the same object that the last call of `update` received.
 
         Returns False for another object with equal segments.
@@ -137,8 +137,8 @@ class GroupIndex:
         self.rows = 0
         """Number of records of the group; deleted and replaced records do not count."""
 
-    def holds(self, segments: Sequence[Segment]) -> bool:
-        """Check whether `segments` is the object of the last successful `update`; see `GroupSearch.holds`."""
+    def holds_segments(self, segments: Sequence[Segment]) -> bool:
+        """Check whether `segments` is the object of the last successful `update`; see `GroupSearch.holds_segments`."""
         return self._segments is segments
 
     def update(self, segments: Sequence[Segment]) -> None:
@@ -178,7 +178,7 @@ class GroupIndex:
             share = min(k, math.ceil(_MARGIN * k * matching.size / total) + _LEAST)
             parts.append(index.search(queries, share, matching))
         # 2) A segment whose last neighbor is among the k nearest may hold more: ask it again for k.
-        neighbors = merge([*exact_parts, *parts], len(queries), k)
+        neighbors = merge_neighbors([*exact_parts, *parts], len(queries), k)
         for (_, matching), part in zip(indexes_with_rows, parts, strict=True):
             if part.ids.shape[1] < min(k, matching.size):
                 is_incomplete |= part.distances[:, -1] <= neighbors.distances[:, -1]
@@ -188,7 +188,7 @@ class GroupIndex:
             parts += [
                 index.search(queries[repeated_queries], k, matching) for index, matching in indexes_with_rows
             ]
-            neighbors.put(repeated_queries, merge(parts, len(repeated_queries), k))
+            neighbors.replace_rows(repeated_queries, merge_neighbors(parts, len(repeated_queries), k))
         return neighbors
 
     def _open_index(
@@ -326,7 +326,7 @@ class GroupSearches:
                 ignored.
         """
         return all(
-            group in self._searches and self._searches[group].holds(self._current_segments[group])
+            group in self._searches and self._searches[group].holds_segments(self._current_segments[group])
             for group in self._select_groups(groups)
         )
 
@@ -350,7 +350,7 @@ class GroupSearches:
                 for group in self._select_groups(groups):
                     if group not in self._searches:
                         self._searches[group] = create()
-                    if not self._searches[group].holds(self._current_segments[group]):
+                    if not self._searches[group].holds_segments(self._current_segments[group]):
                         self._searches[group].update(self._current_segments[group])
                 return
 

@@ -170,7 +170,7 @@ class KeySegments(SegmentReader):
                 )
             )
 
-    def abandon(self, part: DamagedPart) -> None:
+    def remove_damaged_part(self, part: DamagedPart) -> None:
         """Remove a damaged segment (a set of files with records) from the datastore, durably.
 
         The records of the segment are lost, and its files are removed. Changes that were not flushed become

@@ -22,7 +22,7 @@ from knnstore.datastore.embedded.codecs import CodesEntry, code_size, validate_k
 from knnstore.datastore.embedded.mapped import MappedFile
 from knnstore.datastore.embedded.packed_ids import packed_size
 from knnstore.datastore.records import ID_LIMIT
-from knnstore.durable import NoFileError, StoredFile, publish, read_file
+from knnstore.durable import NoFileError, StoredFile, read_file, write_atomically
 from knnstore.errors import ConfigError, CorruptDatastoreError, DatastoreNotFoundError
 
 _FILE = re.compile(r"(segments|indexes)/\d{8,}\.(keys|ids|digests|codec|index)")
@@ -279,7 +279,9 @@ class Manifest:
             "parts": [part.file for part in self.parts],
         }
         text = _render_canonical(content)
-        publish(root / NAME, f'{{"sha256":"{_hash_text(text)}","content":{text}}}'.encode(), "manifest")
+        write_atomically(
+            root / NAME, f'{{"sha256":"{_hash_text(text)}","content":{text}}}'.encode(), "manifest"
+        )
 
     @classmethod
     def read(cls, root: Path, known: Iterable[ManifestPart] = ()) -> "Manifest":

@@ -18,7 +18,7 @@ from knnstore.errors import (
 from knnstore.lm.calibration.candidates import (
     Comparison,
     choose_probes,
-    compare,
+    compare_candidates,
     list_ks,
     measure_probes,
 )
@@ -96,7 +96,7 @@ def calibrate(
 
     The model scores the text once. The store is searched with k up to `PASS_K`, then with larger k (or
     several numbers of cells), then in each domain alone. All candidates (settings of different kinds) are
-    fitted on these results; see `compare`.
+    fitted on these results; see `compare_candidates`.
 
     Settings are saved only if they are better than the model alone. They must also be better than the
     settings in force, unless these are the derived default. Better means that the perplexity is lower by more
@@ -201,7 +201,7 @@ def calibrate(
             apart = further.search_each_domain(searched, scored.k, probes)
     between = time.perf_counter()
     # 4) Fit and judge every candidate.
-    found = compare(
+    found = compare_candidates(
         scored,
         current,
         wide=wide,

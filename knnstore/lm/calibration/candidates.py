@@ -1,4 +1,4 @@
-"""Comparing candidates (`compare`): every k, T, λ and mixer is fitted and judged on held-out text.
+"""Comparing candidates (`compare_candidates`): every k, T, λ and mixer is fitted and judged on held-out text.
 
 The method is two-fold cross-fitting. Every candidate is fitted on each half of the documents and judged on
 the other half, so the settings that judge a token were not fitted on its document. The candidate with the
@@ -91,7 +91,7 @@ class FittableMixer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The result of `compare`: the perplexity of every candidate (settings of one kind) on one text."""
+    """The result of `compare_candidates`: the perplexity of every candidate (settings of one kind) on one text."""
 
     documents: int
     """Number of documents of the text."""
@@ -154,7 +154,7 @@ class Comparison:
         return self.gain is None or self.gain.high < 1
 
 
-def compare(
+def compare_candidates(
     scored: ScoredText,
     current: KNNSettings | None = None,
     *,

@@ -12,7 +12,7 @@ from torch import Tensor
 from knnstore.lm.calibration.evidence import GridEvidence
 from knnstore.lm.calibration.fits import (
     DomainEvidence,
-    fit_together,
+    fit_all_components,
     fit_with_ngrams,
 )
 from knnstore.lm.calibration.judging import Judge, check_text_size, mask_first_half
@@ -272,7 +272,7 @@ class Trial:
         if len(evidence) > 1:
             _, at_its_k = self._find_best_fit({"fixed": fit}, candidates, evidence)
         together = partial(
-            fit_together, scored=self._scored, ngrams=self._ngrams, others=self._others, fit=fit
+            fit_all_components, scored=self._scored, ngrams=self._ngrams, others=self._others, fit=fit
         )
         return [self.fit_candidate("gate over all", together, at_its_k)]
 

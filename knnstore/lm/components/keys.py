@@ -139,7 +139,7 @@ class Keys:
         # 4) Keep single records elsewhere.
         found = search_records(reader, queries, settings)
         if is_text is not None:
-            found = [neighbors.spread(is_text.numpy()) for neighbors in found]
+            found = [neighbors.scatter_rows(is_text.numpy()) for neighbors in found]
         return [_convert_to_sums(neighbors, batch, settings, form) for neighbors in found]
 
     def contribute(self, settings: KeySettings, found: Evidence, factor: float = 1.0) -> Contribution:
@@ -155,7 +155,7 @@ class Keys:
             factor: number by which the temperature of the settings is multiplied.
         """
         if settings.gate is not None and len(found.searches) == 1:
-            found.prepare([settings.temperature * each for each in self.factors])
+            found.precompute_weights([settings.temperature * each for each in self.factors])
         weights, lam, temperature = settings.mixer.weigh(found, settings.temperature * factor)
         return Contribution(weights, lam, found.tokens, found.hits, name=self.name, temperature=temperature)
 

@@ -525,7 +525,7 @@ def _compute_history_of_texts(
     counts: NGramCounts, contexts: Contexts, order: int, history: NDArray[np.float32]
 ) -> None:
     """Write the history of each position into `history`; all tokens of the texts are looked up at once."""
-    cut = contexts.cut(max(_WINDOWS) + order - 1)
+    cut = contexts.cut_to_positions(max(_WINDOWS) + order - 1)
     matches = Matches.look_up_texts(counts, cut.texts, cut.is_whole)
     # 1) The sum of log-probabilities before each symbol. A symbol without one before it is not counted.
     starts = matches.firsts + ~np.array(cut.is_whole, np.bool_)
@@ -581,7 +581,7 @@ def _match_contexts(
         that are not padding, int64, shape (m,). Last, for each of these contexts, the index of its last token
         in the matches, int64, shape (m,).
     """
-    cut = contexts.cut(order)
+    cut = contexts.cut_to_positions(order)
     matches = Matches.look_up_texts(counts, cut.texts, cut.is_whole)
     return matches, cut.rows, matches.firsts[cut.owners] + cut.lengths - 1
 

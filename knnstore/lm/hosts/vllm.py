@@ -119,18 +119,22 @@ def attach() -> None:
         # vLLM logs the exceptions of plugins and starts without them, so the error is raised later.
         _refuse_to_start(error)
         return
-    _wrap("vllm.engine.arg_utils", "EngineArgs", "create_engine_config", _wrap_create_engine_config)
-    _wrap(
+    _replace_method("vllm.engine.arg_utils", "EngineArgs", "create_engine_config", _wrap_create_engine_config)
+    _replace_method(
         "vllm.v1.engine.input_processor",
         "InputProcessor",
         "_build_logits_processors_params_validator",
         _wrap_build_validator,
     )
-    _wrap("vllm.v1.core.sched.scheduler", "Scheduler", "update_from_output", _wrap_update_from_output)
-    _wrap("vllm.v1.engine.output_processor", "OutputProcessor", "process_outputs", _wrap_process_outputs)
+    _replace_method(
+        "vllm.v1.core.sched.scheduler", "Scheduler", "update_from_output", _wrap_update_from_output
+    )
+    _replace_method(
+        "vllm.v1.engine.output_processor", "OutputProcessor", "process_outputs", _wrap_process_outputs
+    )
     for module, name in _RUNNERS:
         if "load_model" in vars(getattr(importlib.import_module(module), name)):
-            _wrap(module, name, "load_model", _wrap_load_model)
+            _replace_method(module, name, "load_model", _wrap_load_model)
 
 
 def check_vllm() -> None:
@@ -159,7 +163,7 @@ def check_vllm() -> None:
                 ) from None
 
 
-def _wrap(module: str, owner: str, name: str, wrapper: Callable[[Any], Any]) -> None:
+def _replace_method(module: str, owner: str, name: str, wrapper: Callable[[Any], Any]) -> None:
     """Replace a method of a class by a wrapper of this method.
 
     Args:
@@ -187,7 +191,7 @@ def _refuse_to_start(error: KnnstoreError) -> None:
 
         return create_engine_config
 
-    _wrap("vllm.engine.arg_utils", "EngineArgs", "create_engine_config", replace_by_error)
+    _replace_method("vllm.engine.arg_utils", "EngineArgs", "create_engine_config", replace_by_error)
 
 
 def _raise_or_exit(error: KnnstoreError) -> None:
@@ -424,13 +428,13 @@ class StateTap:
 
     def _keep_input(self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Copy the states from the arguments of the module. This is the hook before the module runs."""
-        self._keep((*args, *kwargs.values()))
+        self._copy_to_buffer((*args, *kwargs.values()))
 
     def _keep_output(self, _: nn.Module, __: Any, output: Any) -> None:
         """Copy the states from the result of the module. This is the hook after the module has run."""
-        self._keep(output if isinstance(output, tuple) else (output,))
+        self._copy_to_buffer(output if isinstance(output, tuple) else (output,))
 
-    def _keep(self, values: tuple[Any, ...]) -> None:
+    def _copy_to_buffer(self, values: tuple[Any, ...]) -> None:
         """Copy the states into a buffer that stays at the same memory address.
 
         The fixed address lets a CUDA graph replay the copy. vLLM's normalizations take the residual as a
@@ -804,13 +808,13 @@ class StoreDrafts:
                 continue
             text = token_ids_cpu[row, :count].astype(np.int64)
             # vLLM does not say which request a row is, so the end of its text identifies it.
-            drafts, drafted = self._pending.pop(_end_of(text[: count - len(sampled)]), (None, 0))
+            drafts, drafted = self._pending.pop(_identify_text_end(text[: count - len(sampled)]), (None, 0))
             if drafts is None:
                 drafts = Drafts(self._store, KNNSettings())
             else:
                 drafts.learn(drafted, len(sampled) - 1)
             draft = drafts.propose(text, min(self._most, self._longest - count)).tolist()
-            self._pending[_end_of(text)] = drafts, len(draft)
+            self._pending[_identify_text_end(text)] = drafts, len(draft)
             if len(self._pending) > _MOST_PENDING:
                 self._pending.popitem(last=False)
             proposed.append(draft)
@@ -820,7 +824,7 @@ class StoreDrafts:
         """Do nothing. vLLM calls this method, but drafts from a store need no model."""
 
 
-def _end_of(text: Numbers) -> tuple[int, bytes]:
+def _identify_text_end(text: Numbers) -> tuple[int, bytes]:
     """Return the length of a text and its last tokens as bytes. Together they identify the text's request."""
     return len(text), text[-_IDENTIFYING:].tobytes()
 

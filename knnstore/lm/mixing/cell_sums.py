@@ -173,7 +173,7 @@ class CellSums:
         distances, tokens = find_nearest_records(self._cells, self._query_of_pair, len(self.nearest), k)
         return distances.to(self._device), tokens.to(self._device)
 
-    def prepare(self, temperatures: Sequence[float]) -> None:
+    def precompute_weights(self, temperatures: Sequence[float]) -> None:
         """Compute and keep the results of `weights` for these temperatures, in one pass over the records.
 
         If a temperature is half of another one, e^(-2d/T) is computed as the square of e^(-d/T). Does nothing
@@ -199,7 +199,7 @@ class CellSums:
             return self._compute_target_shares(
                 own, self._sum_chains([own], [[1.0]])[0][0], self._compute_gaps()
             )
-        self.prepare([float(temperature)])
+        self.precompute_weights([float(temperature)])
         return self._target_shares[float(temperature)]
 
     def target_weights(self, temperatures: Tensor) -> Tensor:

@@ -303,9 +303,9 @@ class Mixture:
             number: index of the component.
         """
         weights = self.components[number].weights
-        return weights if len(self.components) == 1 else self.share_in(number)[:, None] * weights
+        return weights if len(self.components) == 1 else self.component_share(number)[:, None] * weights
 
-    def share_in(self, number: int) -> Tensor:
+    def component_share(self, number: int) -> Tensor:
         """Compute the part of λ that belongs to one component, as a fraction of λ, float32, shape (n,).
 
         λ is the weight of all components together; the model has the rest. The result is 0 at positions where
@@ -330,7 +330,7 @@ class Mixture:
         if len(self.components) == 1:  # also where its λ is 0
             return self.components[0].token_probs(gold)
         parts = [
-            self.share_in(number) * component.token_probs(gold)
+            self.component_share(number) * component.token_probs(gold)
             for number, component in enumerate(self.components)
         ]
         return torch.stack(parts).sum(0)

@@ -90,10 +90,10 @@ class Evidence:
         neighbors = [search for search in self.searches if isinstance(search, NeighborSums)]
         return np.concatenate([sums.ids for sums in neighbors if sums.ids is not None], 1)
 
-    def prepare(self, temperatures: Sequence[float]) -> None:
+    def precompute_weights(self, temperatures: Sequence[float]) -> None:
         """Compute `weights` of every search for these temperatures, and keep the results for later calls."""
         for search in self.searches:
-            search.prepare(temperatures)
+            search.precompute_weights(temperatures)
 
     def weights(self, temperatures: Sequence[PerQuery]) -> Tensor:
         """Compute the probability of each column (a record or a token) in each of s searches.

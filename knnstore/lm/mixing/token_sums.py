@@ -70,7 +70,7 @@ class TokenSums(Protocol):
         """
         ...
 
-    def prepare(self, temperatures: Sequence[float]) -> None:
+    def precompute_weights(self, temperatures: Sequence[float]) -> None:
         """Compute and keep the results of `weights` for these temperatures, so that later calls are fast."""
         ...
 
@@ -137,7 +137,7 @@ class NeighborSums:
         assert self.tokens is not None
         return count_distinct_tokens(self.tokens, self.distances)
 
-    def prepare(self, temperatures: Sequence[float]) -> None:
+    def precompute_weights(self, temperatures: Sequence[float]) -> None:
         """Compute and keep the results of `weights` for these temperatures, so that later calls are fast."""
         if not self._prepared.keys() >= set(temperatures):
             every = compute_neighbor_weights(self.distances[:, None], torch.tensor(temperatures))
@@ -412,7 +412,7 @@ class TargetSums:
         nearest = None if self.nearest is None else self.nearest.select_rows(rows)
         return TargetSums(self.temperatures, self.knn[rows], self.found[rows], nearest)
 
-    def prepare(self, temperatures: Sequence[float]) -> None:
+    def precompute_weights(self, temperatures: Sequence[float]) -> None:
         """Do nothing, because the probabilities on the grid are already known."""
 
     def weights(self, temperature: PerQuery) -> Tensor:

@@ -16,8 +16,8 @@ from knnstore.lm.reading import (
     Encoder,
     TextReader,
     check_runs,
+    create_identity,
     get_model_name,
-    identify,
     load_or_accept_model,
     sample_keys,
     vocabulary_size,
@@ -118,7 +118,7 @@ def create(
     base, tokenizer = load_or_accept_model(model, tokenizer, device=device, dtype=dtype, **options)
     model_class = choose_model_class(base)
     check_runs(base)
-    identity = identify(
+    identity = create_identity(
         base,
         tokenizer,
         name=get_model_name(base if options.get("gguf_file") else model),

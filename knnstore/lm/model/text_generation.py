@@ -181,7 +181,7 @@ def decode_continuation(texts: TokenTexts, prompt: Sequence[int], tokens: Sequen
         tokens: tokens of the continuation.
     """
     detokenizer = Detokenizer(texts, prompt)
-    pieces = [piece for token in tokens for piece in detokenizer.take(token)]
+    pieces = [piece for token in tokens for piece in detokenizer.append_token(token)]
     return "".join(piece.text for piece in (*pieces, *detokenizer.end()))
 
 

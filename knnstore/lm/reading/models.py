@@ -604,7 +604,7 @@ def warn_of_unknown_tokens(vocabulary: int, tokenizer: PreTrainedTokenizerBase) 
         )
 
 
-def identify(
+def create_identity(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     *,

@@ -122,7 +122,7 @@ class NewDocuments:
             if change == "described":
                 changes[document.id] = document.metadata, version.tags | self._tags
         if changes:
-            self._store.describe(self._domain, changes)
+            self._store.replace_metadata(self._domain, changes)
         return fresh
 
     def _tokenize(

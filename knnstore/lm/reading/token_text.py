@@ -122,7 +122,7 @@ class TokenTexts:
             found = self._bytes[token] = self._find_bytes(token)
         return found
 
-    def name_of(self, token: int) -> str:
+    def display_text(self, token: int) -> str:
         r"""Return the text that a token adds in the middle of a text, to show it to a user.
 
         A token that is part of a character gives its bytes, for example ``bytes:\xe2\x80``.
@@ -190,7 +190,7 @@ class TokenTexts:
             if texts and joined.endswith(whole) and len(joined) - len(whole) <= len(texts[0]):
                 return [texts[0][len(joined) - len(whole) :], *texts[1:]]
         detokenizer = Detokenizer(self, before, special=True)
-        pieces = [piece for token in tokens for piece in detokenizer.take(token)]
+        pieces = [piece for token in tokens for piece in detokenizer.append_token(token)]
         return [piece.text for piece in (*pieces, *detokenizer.end())]
 
     # -- names and bytes of single tokens
@@ -270,7 +270,7 @@ class Detokenizer:
             for token in self._tokens:
                 self._read_bytes(token)
 
-    def take(self, token: int) -> list[TokenPiece]:
+    def append_token(self, token: int) -> list[TokenPiece]:
         """Append a token to the text, and return the pieces (a token with its text) that are certain now.
 
         Returns an empty list while a character is incomplete; a later call then returns all waiting pieces.
@@ -370,7 +370,7 @@ class Detokenizer:
         """
         if not self._adds_text(token):
             return ""
-        return _REPLACEMENT if self._texts.is_fallback_byte(token) else self._texts.name_of(token)
+        return _REPLACEMENT if self._texts.is_fallback_byte(token) else self._texts.display_text(token)
 
     def _adds_text(self, token: int) -> bool:
         """Check whether a token adds text. Special tokens add none if ``special`` is False."""

@@ -474,7 +474,7 @@ class EvidenceLookup:
             start = rows.stop
             scores = self._look_up(read, batch, rows)
             yield scores
-            self._adapt(scores)
+            self._adapt_group_size(scores)
 
     def _look_up(self, read: ReadTokens, batch: Batch, rows: slice) -> TokenScores:
         """Look up what the components find for some of the tokens, and return the scores of these tokens.
@@ -488,7 +488,7 @@ class EvidenceLookup:
             read, batch = read.select_rows(rows), batch.select_rows(rows)
         return TokenScores(read, look_up(self._store, self._settings, batch, self._form))
 
-    def _adapt(self, scores: TokenScores) -> None:
+    def _adapt_group_size(self, scores: TokenScores) -> None:
         """Set the size of the next group of tokens from the number of records found for the last group.
 
         The size does not change if only the k nearest records are kept, without their ids.

@@ -250,7 +250,7 @@ class Row:
         self._detokenizer = Detokenizer(texts, self.tokens[:before])
         self._unfinished = prompt.unfinished
         self._prompt_pieces = [
-            piece for token in self.tokens[before:] for piece in self._detokenizer.take(token)
+            piece for token in self.tokens[before:] for piece in self._detokenizer.append_token(token)
         ]
         self._stop_strings = StopStrings(task.stops)
         self._untexted: deque[TokenScore] = deque()  # chosen tokens whose text depends on the next tokens
@@ -324,7 +324,7 @@ class Row:
         # End the text, or give out the text that no stop string can cut off any more.
         if token in self._ends:
             return self._end_text("stop", [*self._detokenizer.end(), TokenPiece(token, "", b"")])
-        pieces = self._detokenizer.take(token)
+        pieces = self._detokenizer.append_token(token)
         if is_complete:
             return self._end_text("stop", [*pieces, *self._detokenizer.end()])
         if not self.tokens_left:
@@ -469,7 +469,7 @@ def make_token_score(
         TopToken(
             listed_token,
             _replace_infinity(value),
-            texts.name_of(listed_token),
+            texts.display_text(listed_token),
             texts.token_bytes(listed_token),
         )
         for listed_token, value in listed

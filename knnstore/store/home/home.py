@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Self
 
 from knnstore.catalog import URL, mask_password, parse_url, remove_password, sqlite_url
-from knnstore.durable import NoFileError, WriterLock, publish, read_file
+from knnstore.durable import NoFileError, WriterLock, read_file, write_atomically
 from knnstore.errors import ConfigError, StoreNotFoundError
 from knnstore.secret_files import read_secret
 from knnstore.space import Reserve
@@ -49,7 +49,7 @@ class Home:
         self.path = path
         self.catalog_url = catalog_url
 
-    def resolve(self, location: str) -> str:
+    def resolve_location(self, location: str) -> str:
         """Return the URL or the path of an engine's keys for the location that is saved in the catalog.
 
         Args:
@@ -111,7 +111,7 @@ class Home:
         """Write the description file durably: the format, and the catalog's URL without its password."""
         saved = None if self.has_catalog else remove_password(self.catalog_url)
         description = json.dumps({"format": FORMAT, "catalog": saved}, indent=2)
-        publish(self.path / DESCRIPTION, description.encode() + b"\n", "home")
+        write_atomically(self.path / DESCRIPTION, description.encode() + b"\n", "home")
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], catalog: str | None = None, *, writing: bool = False) -> Self:
@@ -182,7 +182,7 @@ class Home:
         try:
             yield
         finally:
-            self.reserve.keep()
+            self.reserve.ensure_reserved()
             lock.release()
 
     @staticmethod

@@ -130,7 +130,7 @@ class Place:
     @property
     def location(self) -> str:
         """URL, or path of the folder, of the keys. A relative path in `engine` is joined to the home."""
-        return self.home.resolve(self.engine.location)
+        return self.home.resolve_location(self.engine.location)
 
     @property
     def folder(self) -> Path | None:
@@ -300,7 +300,7 @@ class Place:
     @property
     def _adapter_class(self) -> type[Datastore]:
         """Class of the adapter that the engine names; `KeylessDatastore` for a store without keys."""
-        return KeylessDatastore if self.engine.is_keyless else registry.load(self.engine.adapter)
+        return KeylessDatastore if self.engine.is_keyless else registry.load_adapter(self.engine.adapter)
 
     def _read_claim(self) -> Owner | None:
         """Read the claim (the owner's name) beside the keys.

@@ -27,7 +27,7 @@ from uuid import uuid4
 
 from knnstore.catalog import KEYLESS, Catalog, Engine, Identity, render_location
 from knnstore.datastore import TOKEN_LIMIT, registry, validate_kind
-from knnstore.durable import NoFileError, publish, read_file, sync_directory
+from knnstore.durable import NoFileError, read_file, sync_directory, write_atomically
 from knnstore.errors import ConfigError, LockedError, StoreExistsError, StoreNotFoundError
 from knnstore.space import convert_disk_errors
 from knnstore.store.fitted import Weights, save_weights
@@ -160,7 +160,7 @@ class Creation:
     def write(self, folder: Path) -> None:
         """Write the state durably to `CREATION_FILE` in a folder."""
         content = {"store_id": self.store_id, "datastores": self.datastores}
-        publish(folder / CREATION_FILE, json.dumps(content).encode(), "creation")
+        write_atomically(folder / CREATION_FILE, json.dumps(content).encode(), "creation")
 
 
 def make_store(
@@ -265,7 +265,7 @@ def check_new(home: str | os.PathLike[str], adapter: str, codes: str | None = No
     if codes not in (None, "auto", "none"):
         validate_kind(codes)
     if adapter != KEYLESS:
-        registry.load(adapter)
+        registry.load_adapter(adapter)
 
 
 def _check_absent(folder: Path) -> None:
@@ -295,7 +295,7 @@ def _locate_outside(home: Home, engine: Engine, folder: Path) -> str | None:
     Raises:
         ConfigError: if the location is an absolute path inside `folder`.
     """
-    location = home.resolve(engine.location)
+    location = home.resolve_location(engine.location)
     if "://" in location:
         return f"{engine.adapter} {location}"
     keys = Path(location).resolve()

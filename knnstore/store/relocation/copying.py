@@ -41,7 +41,7 @@ OnBatch = Callable[[Ids, Keys], None]
 
 
 class Transferred(NamedTuple):
-    """Report on a copy of all records from one datastore to another, made by `transfer`."""
+    """Report on a copy of all records from one datastore to another, made by `copy_all_records`."""
 
     records: int
     """Number of records in the source, and now in the target."""
@@ -57,7 +57,7 @@ class Transferred(NamedTuple):
     the keys of domains with many records; None if it compresses no key."""
 
 
-def transfer(
+def copy_all_records(
     source: Datastore,
     target: Datastore,
     progress: Progress,

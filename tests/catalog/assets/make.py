@@ -26,10 +26,10 @@ def main(path: str) -> None:
     catalog = Catalog.create(parse_url(f"sqlite:///{path}"), IDENTITY, Engine("faiss", "keys", {"m": 8}))
     writer = CatalogWriter(catalog)
     documents = [document("a", "law", 3, "x", "y"), document("b", "law", 4), document("c", "tax", 5, "x")]
-    a, b, c = (placed.row for placed in writer.begin(documents))
-    writer.publish([a, b, c])
+    a, b, c = (placed.row for placed in writer.insert_pending_documents(documents))
+    writer.make_documents_live([a, b, c])
     writer.mark_as_deleting([b])
-    writer.begin([document("pending", "tax", 6)])
+    writer.insert_pending_documents([document("pending", "tax", 6)])
     writer.save_settings([], {"k": 64})
     writer.save_settings(["law"], {"k": 8})
     catalog.close()

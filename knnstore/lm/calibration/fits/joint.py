@@ -17,7 +17,7 @@ from knnstore.lm.settings import KNNSettings
 _ROUNDS = 2  # of fitting the keys and the n-grams in turn
 
 
-def fit_together(
+def fit_all_components(
     evidence: GridEvidence,
     scored: ScoredText,
     ngrams: NGramFitting | None,
