@@ -29,6 +29,7 @@ from knnstore.datastore import (
 )
 from knnstore.errors import ConfigError
 from knnstore_cells.device_records import Books, Found, Probed, Queries, Records
+from knnstore_cells.device_search import measure_distances
 from knnstore_cells.index import SegmentCells
 
 _log = logging.getLogger(__name__)
@@ -201,10 +202,10 @@ class DeviceKeys:
         vectors = queries - records.middle
         is_l2 = metric is Metric.L2
         squares = vectors.square().sum(1) if is_l2 else vectors.new_zeros(len(vectors))
-        measure(probed, records, Queries(vectors, squares, 2.0 if is_l2 else 1.0), found)
+        measure_distances(probed, records, Queries(vectors, squares, 2.0 if is_l2 else 1.0), found)
 
     def _make_records(self, middle: Tensor, metric: Metric) -> Records:
-        """Return all records with norms and tokens, ready for the comparison in `device_search.measure_distances`.
+        """Return all records with norms and tokens, ready for `device_search.measure_distances`.
 
         Args:
             middle: vector that is subtracted from keys and queries before they are compared, shape (dim,). It

@@ -95,7 +95,7 @@ def measure_distances(probed: Probed, records: Records, queries: Queries, found:
 
 
 def measure_plainly(probed: Probed, records: Records, queries: Queries, found: Found) -> None:
-    """Fill in distances and tokens as `measure_distances` does, with torch: decode each column's key, and multiply."""
+    """Fill in distances and tokens as `measure_distances` does, with torch: decode and multiply keys."""
     columns = torch.arange(found.distances.shape[1], device=found.distances.device)
     step = max(1, _COMPONENTS_AT_ONCE // max(1, len(columns) * len(records.middle)))
     for start in range(0, len(found.distances), step):

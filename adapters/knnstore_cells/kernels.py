@@ -62,7 +62,7 @@ class Pairs(NamedTuple):
 
 
 def measure_codes(probed: Probed, records: Records, tables: Tensor, queries: Queries, found: Found) -> None:
-    """Fill in distances and tokens for codes of a product quantizer; same result as `device_search.measure_distances`.
+    """Fill in distances and tokens for codes of a product quantizer, as `measure_distances` does.
 
     Args:
         probed: the cells that each query probes.
@@ -81,7 +81,7 @@ def measure_codes(probed: Probed, records: Records, tables: Tensor, queries: Que
 
 
 def measure_keys(probed: Probed, records: Records, queries: Queries, found: Found) -> None:
-    """Fill in distances and tokens for keys in half precision; same result as `device_search.measure_distances`.
+    """Fill in distances and tokens for keys in half precision, as `measure_distances` does.
 
     Args:
         probed: the cells that each query probes.

@@ -20,7 +20,7 @@ Text = NDArray[np.integer[Any]]
 
 
 class CutTexts(NamedTuple):
-    """The texts of contexts without the tokens that are far before all positions; see `Contexts.cut_to_positions`."""
+    """The texts of contexts, cut by `Contexts.cut_to_positions`: without tokens far before all positions."""
 
     texts: list[Text]
     """Token ids of each text that has a position, shapes (n_i,)."""

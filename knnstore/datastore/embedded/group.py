@@ -138,7 +138,7 @@ class GroupIndex:
         """Number of records of the group; deleted and replaced records do not count."""
 
     def holds_segments(self, segments: Sequence[Segment]) -> bool:
-        """Check whether `segments` is the object of the last successful `update`; see `GroupSearch.holds_segments`."""
+        """Check whether `segments` is the object of the last successful `update`."""
         return self._segments is segments
 
     def update(self, segments: Sequence[Segment]) -> None:

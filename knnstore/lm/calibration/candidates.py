@@ -91,7 +91,7 @@ class FittableMixer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The result of `compare_candidates`: the perplexity of every candidate (settings of one kind) on one text."""
+    """The result of `compare_candidates`: the perplexity of every candidate (settings of one kind)."""
 
     documents: int
     """Number of documents of the text."""
