@@ -196,7 +196,7 @@ class CellsDatastore(EmbeddedDatastore):
             self._dim,
             self._metric,
             self._policy,
-            self._open_cells,
+            self._read_segment_cells,
             lambda: segments.replacements,
             self._cell_cache,
             self._device,
@@ -264,7 +264,7 @@ class CellsDatastore(EmbeddedDatastore):
             return
         self._former_cells = {}
         for group, segments in self._segments.segments_by_group().items():
-            opened = [(segment, self._open_cells(segment, quietly=True)) for segment in segments]
+            opened = [(segment, self._read_segment_cells(segment, quietly=True)) for segment in segments]
             arranged = [ArrangedSegment(segment, cells) for segment, cells in opened if cells is not None]
             self._former_cells[group] = sorted(
                 arranged, key=lambda segment: segment.segment.rows, reverse=True
@@ -274,7 +274,7 @@ class CellsDatastore(EmbeddedDatastore):
         finally:
             self._former_cells, self._centers = None, {}
 
-    def _open_cells(self, segment: Segment, *, quietly: bool = False) -> SegmentCells | None:
+    def _read_segment_cells(self, segment: Segment, *, quietly: bool = False) -> SegmentCells | None:
         """Read the cell of each record of a segment from the segment's index file.
 
         The first time that a file is missing, an error is raised, so that the caller can look for a newer

@@ -163,7 +163,7 @@ class CatalogWriter:
             groups = self._get_or_create_domain_ids(session, {document.domain for document in documents})
             lengths = [len(document.tokens) for document in documents]
             if starts is not None:
-                _check_unused(session, starts, lengths)
+                _check_positions_unused(session, starts, lengths)
             else:
                 total = sum(lengths)
                 starts = list(accumulate(lengths, initial=_allocate_positions(session, total) - total))[:-1]
@@ -579,7 +579,7 @@ def _allocate_positions(session: Session, count: int) -> int:
     return stop
 
 
-def _check_unused(session: Session, starts: Sequence[int], lengths: Sequence[int]) -> None:
+def _check_positions_unused(session: Session, starts: Sequence[int], lengths: Sequence[int]) -> None:
     """Check that the positions of new documents are allocated, and that no stored document has them.
 
     The whole range from the first to the last position of the new documents is checked.

@@ -18,7 +18,7 @@ from knnstore.distributed.plan_folder import PlanFolder, PlannedDocument, Shard
 from knnstore.documents import SOURCE
 from knnstore.errors import ConfigError, InvalidVectorError, ModelOutputError, PlanError
 from knnstore.failpoints import failpoint
-from knnstore.lm import Encoder, TextReader, check_matches, create_not_finite_error, load_model, pack
+from knnstore.lm import Encoder, TextReader, check_matches, create_not_finite_error, load_model, pack_windows
 from knnstore.progress import Progress
 
 _BLOCK_RECORDS = 1 << 14  # records that are uploaded at once
@@ -179,7 +179,7 @@ class ShardEncoder:
             sources = self._reader.document_tokenizer.tokenize_sources(
                 [planned.document.metadata[SOURCE] for planned in documents]
             )
-        batches = pack(
+        batches = pack_windows(
             [planned.document.tokens for planned in documents],
             prefix=plan.prefix,
             max_length=plan.identity.max_length,

@@ -27,8 +27,8 @@ from knnstore.lm import (
     Purpose,
     TokenTexts,
     check_tokens,
+    convert_tokenizer_panics,
     explain_tokens,
-    named_panics,
     split_text,
 )
 from knnstore.server.chat_templates import ChatTemplate
@@ -321,7 +321,7 @@ class Serving:
         Raises:
             InputError: if the tokenizer itself fails on a text (a panic in its Rust code).
         """
-        with self._tokenizing, named_panics():
+        with self._tokenizing, convert_tokenizer_panics():
             return use(self._tokenizer)
 
     def tokenize(self, text: str, *, special: bool = False) -> list[int]:

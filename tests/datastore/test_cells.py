@@ -53,7 +53,11 @@ def ranks_of(visits: list[Visits]) -> dict[tuple[int, int], int]:
 
 def centers_on_disk(store: CellsDatastore) -> list[np.ndarray]:
     """Of each segment that has an index."""
-    return [cells.centers for segment in store._segments.snapshot() if (cells := store._open_cells(segment))]
+    return [
+        cells.centers
+        for segment in store._segments.snapshot()
+        if (cells := store._read_segment_cells(segment))
+    ]
 
 
 @pytest.mark.parametrize("metric", list(Metric))
@@ -135,7 +139,9 @@ def test_what_is_rewritten_stays_in_its_cells(tmp_path: Path, monkeypatch: pytes
         store.optimize()
 
         def cells() -> dict[int, int]:
-            found = [(one, store._open_cells(one)) for one in store._segments.snapshot() if one.group == 0]
+            found = [
+                (one, store._read_segment_cells(one)) for one in store._segments.snapshot() if one.group == 0
+            ]
             return {
                 int(id): int(cell)
                 for segment, of_it in found
@@ -210,7 +216,7 @@ def test_no_center_is_a_key_that_was_erased(tmp_path: Path) -> None:
         store.optimize()
 
         def cells() -> dict[int, int]:
-            found = [(one, store._open_cells(one)) for one in store._segments.snapshot()]
+            found = [(one, store._read_segment_cells(one)) for one in store._segments.snapshot()]
             return {
                 int(id): int(cell)
                 for segment, of_it in found

@@ -122,7 +122,7 @@ def test_distances_are_those_of_the_probed_records(kind: str) -> None:
     @given(cases(kind))
     def compare(case: Case) -> None:
         found = nothing(case)
-        device_search.measure_plainly(*case[:3], found)
+        device_search.measure_with_torch(*case[:3], found)
         check(found, case)
 
     compare()
@@ -161,7 +161,7 @@ def sums(draw: Callable) -> tuple[Tensor, Tensor, Tensor, int]:
 
 @pytest.mark.parametrize("by", ["torch", pytest.param("triton", marks=with_triton)])
 def test_sums_are_those_of_each_token(by: str) -> None:
-    add_up = device_search.sum_plainly
+    add_up = device_search.sum_with_torch
     if by == "triton":
         from knnstore_cells import kernels
 
@@ -229,7 +229,7 @@ def test_a_kernel_that_fails_is_replaced_by_torch_with_one_warning(
             check(found, case)
             visits = device_search.DeviceVisits(*found, 8)
             temperatures = torch.full((len(found.distances), 1), 9.0)
-            expected = device_search.sum_plainly(*found, found.distances.amin(1), temperatures, 9)
+            expected = device_search.sum_with_torch(*found, found.distances.amin(1), temperatures, 9)
             assert torch.equal(visits.sum_by_token(temperatures, 9), expected)
         assert (len(calls), len(caplog.messages)) == (1, 1)
         assert "out of resource: shared memory" in caplog.text

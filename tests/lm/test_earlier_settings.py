@@ -42,7 +42,7 @@ def store(lm):
 
 
 def test_settings_that_are_gone_are_ignored_with_one_warning(store, caplog) -> None:
-    saved._warn_of_removed.cache_clear()
+    saved._warn_of_ignored_settings.cache_clear()
     store.save_settings(SavedSettings({**QUERY, **REMOVED}, RECORD))
     with caplog.at_level(logging.WARNING, "knnstore"):
         found = resolve(store), resolve(store)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, MptConfig
 
 from knnstore.errors import ConfigError
-from knnstore.lm.reading.windows import Window, cut_windows, pack, prefix_of, read_max_length
+from knnstore.lm.reading.windows import Window, cut_windows, pack_windows, prefix_of, read_max_length
 
 PREFIX = 7
 
@@ -63,7 +63,7 @@ def test_batches_read_each_token_after_its_own_context(lengths, cut, batch_token
     edges = np.cumsum([100, *lengths])
     documents = [np.arange(a, b, dtype=np.int32) for a, b in itertools.pairwise(edges)]
     seen = []
-    for batch in pack(
+    for batch in pack_windows(
         documents, prefix=prefix, max_length=max_length, stride=stride, batch_tokens=batch_tokens
     ):
         rows, width = batch.input_ids.shape
@@ -96,9 +96,9 @@ def test_batches_read_each_token_after_its_own_context(lengths, cut, batch_token
 
 def test_nothing_to_predict_gives_no_batch():
     options = {"max_length": 4, "stride": 2, "batch_tokens": 8}
-    assert list(pack([], prefix=[PREFIX], **options)) == []
-    assert list(pack([np.zeros(0, np.int64)], prefix=[PREFIX], **options)) == []
-    assert list(pack([np.array([3])], prefix=[], **options)) == []
+    assert list(pack_windows([], prefix=[PREFIX], **options)) == []
+    assert list(pack_windows([np.zeros(0, np.int64)], prefix=[PREFIX], **options)) == []
+    assert list(pack_windows([np.array([3])], prefix=[], **options)) == []
 
 
 @given(
@@ -112,7 +112,7 @@ def test_every_window_has_the_whole_source_of_its_document(lengths, cut, batch_t
     texts = [np.full(size, document) for document, (size, _) in enumerate(lengths)]
     options = {"prefix": [PREFIX], "max_length": max_length, "stride": stride, "batch_tokens": batch_tokens}
     counts = np.zeros(len(texts), int)
-    for batch in pack(texts, sources=sources, **options):
+    for batch in pack_windows(texts, sources=sources, **options):
         ids, mask = batch.source
         rows = len(batch.input_ids)
         assert len(ids) == len(mask) == rows
@@ -130,7 +130,7 @@ def test_bad_sizes_are_refused(max_length, stride):
     with pytest.raises(ConfigError):
         list(cut_windows(10, max_length, stride, prefix_length=1))
     with pytest.raises(ConfigError):
-        list(pack([], prefix=[], max_length=max_length, stride=stride, batch_tokens=8))
+        list(pack_windows([], prefix=[], max_length=max_length, stride=stride, batch_tokens=8))
 
 
 def test_a_prefix_that_fills_a_window_is_refused():

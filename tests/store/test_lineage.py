@@ -109,7 +109,10 @@ def test_only_a_selection_that_reaches_all_of_them_may_show_traces(store, fitted
         (Selection(domains=("law",), documents=("a",)), False, False),
         (Selection().without_content("0" * 64), False, False),
     ]:
-        assert (law.are_within(selection), everything.are_within(selection)) == (law_is, everything_is)
+        assert (law.is_within_selection(selection), everything.is_within_selection(selection)) == (
+            law_is,
+            everything_is,
+        )
 
 
 def test_settings_that_were_derived_go_with_a_document_that_they_were_derived_from(store, writer) -> None:

@@ -114,10 +114,10 @@ def evaluate(
                 kind=kind,
             )
         )
-        from knnstore.lm import KNNLMForSeq2SeqLM, TokenTable, replacing, usable_documents
+        from knnstore.lm import KNNLMForSeq2SeqLM, TokenTable, replace_file, usable_documents
 
         table = None if per_token is None else TokenTable()
-        file = None if per_token is None else opened.enter_context(replacing(per_token))
+        file = None if per_token is None else opened.enter_context(replace_file(per_token))
         selection = selected.make_selection()
         settings = query.resolve_settings(lm.store, selection)
         texts: Iterable[TextDocument] = documents.read_documents(bar)

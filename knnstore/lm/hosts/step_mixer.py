@@ -332,7 +332,7 @@ class StepMixer:
             self._keys = keys.new_zeros((int(step.starts[-1]), keys.shape[-1]))
         self._keys[index] = keys.flatten(0, 1)
         for _, request, _ in members:
-            self._drop_unneeded(request)
+            self._free_unneeded_states(request)
 
     def mix(self, logits: Tensor, rows: Numbers, purpose: Purpose) -> Tensor:
         """Mix the store's predictions into logits of the current step, and return the result.
@@ -537,7 +537,7 @@ class StepMixer:
             )
         text.append_without_keys(reused)
 
-    def _drop_unneeded(self, request: _Request) -> None:
+    def _free_unneeded_states(self, request: _Request) -> None:
         """Free the keys and hidden states of a request's text that later steps do not need."""
         text = request.text
         settings = self._settings.resolve(request.options, Purpose.SCORING)

@@ -141,7 +141,11 @@ def _compare_fingerprints(one: str, other: str) -> bool:
         torch.from_numpy(np.frombuffer(base64.b64decode(parts[0]), "<f4").astype(np.float32))
         for parts in (first, second)
     )
-    return a.shape == b.shape and len(a) > 0 and bool((_find_rounded(a, b) | _find_rounded(b, a)).all())
+    return (
+        a.shape == b.shape
+        and len(a) > 0
+        and bool((_match_rounded_values(a, b) | _match_rounded_values(b, a)).all())
+    )
 
 
 def _select_forward_fields(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,7 +169,7 @@ def _check_shared_fields(one: Any, other: Any) -> bool:
     return all(_check_shared_fields(one[name], other[name]) for name in one.keys() & other.keys())
 
 
-def _find_rounded(fine: Tensor, coarse: Tensor) -> Tensor:
+def _match_rounded_values(fine: Tensor, coarse: Tensor) -> Tensor:
     """Check, for each pair of values, whether they may be one number in two precisions; return a mask.
 
     The mask is True where `coarse` (the value in the lower precision) equals `fine`, or equals `fine` rounded

@@ -197,7 +197,7 @@ class CellSums:
         if isinstance(temperature, Tensor) and temperature.ndim:
             own = pad(temperature.float(), (0, 1), value=1.0).to(self._finite_nearest.device)
             return self._compute_target_shares(
-                own, self._sum_chains([own], [[1.0]])[0][0], self._compute_gaps()
+                own, self._sum_weights_by_pair([own], [[1.0]])[0][0], self._compute_gaps()
             )
         self.precompute_weights([float(temperature)])
         return self._target_shares[float(temperature)]
@@ -278,11 +278,11 @@ class CellSums:
         query's target token).
         """
         chains = group_into_halving_chains(temperatures)
-        sums = self._sum_chains([self._finite_nearest.new_tensor(of[:1]) for of in chains], chains)
+        sums = self._sum_weights_by_pair([self._finite_nearest.new_tensor(of[:1]) for of in chains], chains)
         for of_chain, of_sums in zip(chains, sums, strict=True):
             yield from zip(of_chain, of_sums, strict=True)
 
-    def _sum_chains(
+    def _sum_weights_by_pair(
         self, temperatures: Sequence[Tensor], chains: Sequence[Sequence[float]]
     ) -> list[list[Tensor]]:
         """Sum exp(-d/T) for each pair of query and cell, over all records and over the hits.

@@ -15,7 +15,7 @@ from knnstore.lm.model.modeling import KNNLM, choose_model_class
 from knnstore.lm.reading import (
     Encoder,
     TextReader,
-    check_runs,
+    check_model_predicts_text,
     create_identity,
     get_model_name,
     load_or_accept_model,
@@ -117,7 +117,7 @@ def create(
     # 2) Load the model, and describe it and the keys in the store's identity.
     base, tokenizer = load_or_accept_model(model, tokenizer, device=device, dtype=dtype, **options)
     model_class = choose_model_class(base)
-    check_runs(base)
+    check_model_predicts_text(base)
     identity = create_identity(
         base,
         tokenizer,

@@ -543,7 +543,7 @@ def _check_device_exists(device: torch.device) -> None:
         )
 
 
-def check_runs(model: PreTrainedModel) -> None:
+def check_model_predicts_text(model: PreTrainedModel) -> None:
     """Check with a pass over three tokens that a model predicts the next token of a text.
 
     Logs a warning if the logits depend on later tokens, as for BERT without ``is_decoder``.

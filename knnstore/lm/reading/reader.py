@@ -24,8 +24,19 @@ from knnstore.documents import (
 )
 from knnstore.errors import ConfigError, InputError, UnusableDocumentError
 from knnstore.lm.reading.encoder import Encoder
-from knnstore.lm.reading.token_text import TokenTexts, decode_tokens, get_token_letters, named_panics
-from knnstore.lm.reading.windows import BATCH_TOKENS, WindowBatch, find_decoder_prefix, pack, prefix_of
+from knnstore.lm.reading.token_text import (
+    TokenTexts,
+    convert_tokenizer_panics,
+    decode_tokens,
+    get_token_letters,
+)
+from knnstore.lm.reading.windows import (
+    BATCH_TOKENS,
+    WindowBatch,
+    find_decoder_prefix,
+    pack_windows,
+    prefix_of,
+)
 from knnstore.store import Letters
 
 _CHUNK_DOCUMENTS = 64  # documents that are tokenized together, because fast tokenizers work in parallel
@@ -230,7 +241,7 @@ class TextReader:
                 "an encoder-decoder model needs the source of each text, but only the text was given: "
                 "`explain` takes the source as source=... (--source)"
             )
-        return pack(
+        return pack_windows(
             texts,
             prefix=self.prefix,
             max_length=self.max_length,
@@ -314,7 +325,7 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, **arguments: Any) -> list[NDAr
     Raises:
         InputError: the tokenizer fails on one of the texts.
     """
-    with named_panics():
+    with convert_tokenizer_panics():
         encoded = tokenizer(**arguments, verbose=False)["input_ids"]
     return [np.array(tokens, np.uint32) for tokens in encoded]
 

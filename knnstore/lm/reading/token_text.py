@@ -45,7 +45,7 @@ def is_panic(error: BaseException) -> bool:
 
 
 @contextmanager
-def named_panics() -> Iterator[None]:
+def convert_tokenizer_panics() -> Iterator[None]:
     """Convert a panic (internal error) of the package tokenizers inside the ``with`` block to InputError.
 
     A tokenizer panics if its files are damaged, and if a text takes one of its regular expressions too long.
@@ -403,7 +403,7 @@ def split_text(texts: TokenTexts, text: str, tokens: Sequence[int]) -> list[str]
     pieces = texts.decode_pieces(tokens)
     if "".join(pieces) == text or not pieces or not texts.tokenizer.is_fast:
         return pieces
-    with named_panics():
+    with convert_tokenizer_panics():
         encoded = texts.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     spans: list[tuple[int, int]] = encoded["offset_mapping"]
     if len(spans) != len(pieces):

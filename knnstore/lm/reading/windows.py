@@ -112,8 +112,8 @@ class WindowBatch:
     """
 
     documents: Tokens
-    """For each of the n predicted tokens, the index of its document in the argument `documents` of `pack`,
-    shape (n,)."""
+    """For each of the n predicted tokens, the index of its document in the argument `documents` of
+    `pack_windows`, shape (n,)."""
 
     positions: Tokens
     """Position of the target token in its document, 0 for the first token, shape (n,)."""
@@ -125,7 +125,7 @@ class WindowBatch:
     """The source of each row; None for a model that reads no source."""
 
 
-def pack(
+def pack_windows(
     documents: Sequence[NDArray[np.integer[Any]]],
     *,
     prefix: Sequence[int],

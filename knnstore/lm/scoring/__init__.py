@@ -26,7 +26,7 @@ from knnstore.lm.scoring.token_scores import (
     score_text_in_turns,
     score_texts,
 )
-from knnstore.lm.scoring.token_table import TokenTable, replacing
+from knnstore.lm.scoring.token_table import TokenTable, replace_file
 
 __all__ = [
     "MIN_DOCUMENT_BLOCKS",
@@ -52,7 +52,7 @@ __all__ = [
     "export",
     "find_neighbors",
     "group_by_left_out",
-    "replacing",
+    "replace_file",
     "score_held_out",
     "score_text_in_turns",
     "score_texts",

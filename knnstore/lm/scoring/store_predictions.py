@@ -19,7 +19,7 @@ from knnstore.errors import ConfigError
 from knnstore.lm.mixture import build_mixture
 from knnstore.lm.reading import chunk_documents
 from knnstore.lm.scoring.token_scores import TokenScores, score_texts
-from knnstore.lm.scoring.token_table import build_data_frame, replacing
+from knnstore.lm.scoring.token_table import build_data_frame, replace_file
 from knnstore.lm.settings import KNNSettings, ReadingModel, resolve
 from knnstore.progress import Progress
 
@@ -190,7 +190,7 @@ def export(
         ]
     )
     settings, bar, row_count = select_store_alone(lm, knn), progress or Progress(), 0
-    with replacing(Path(path)) as file, ParquetWriter(file.buffer, schema) as writer:
+    with replace_file(Path(path)) as file, ParquetWriter(file.buffer, schema) as writer:
         for chunk in chunk_documents(lm.reader.document_tokenizer.read(documents)):
             texts, sources = lm.reader.tokenize_documents(chunk), lm.reader.tokenize_sources(chunk)
             for scores in score_texts(

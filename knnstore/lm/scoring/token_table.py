@@ -152,7 +152,7 @@ def build_data_frame(rows: Sequence[Mapping[str, Any]]) -> Any:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[TextIO]:
+def replace_file(path: Path) -> Iterator[TextIO]:
     """Replace a file by new content: a context manager that yields a temporary file to write to.
 
     When the context ends without an error, the temporary file replaces `path` in one step. After an error the

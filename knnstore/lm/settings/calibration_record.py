@@ -119,7 +119,7 @@ def find_trained_settings(store: Reader, selection: Selection, component: str) -
         return None
     settings: Mapping[str, Any] = saved.trained[component][component]
     lineage = find_traces(settings)
-    return settings if lineage is None or lineage.are_within(selection) else None
+    return settings if lineage is None or lineage.is_within_selection(selection) else None
 
 
 def count_records(store: Reader, domains: Sequence[str]) -> int:

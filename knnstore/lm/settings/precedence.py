@@ -358,7 +358,8 @@ def _load_saved_or_default(
     left_out = [
         name
         for name, lineage in lineages.items()
-        if lineage is not None and not (lineage.are_within(selection) and store.removed_share(lineage) == 0)
+        if lineage is not None
+        and not (lineage.is_within_selection(selection) and store.removed_share(lineage) == 0)
     ]
     if left_out:
         settings = settings.without_components(*left_out)

@@ -122,7 +122,7 @@ class KNNSettings:
         object.__setattr__(self, "others", check_others(self.others))
         for name in self.trained_components:
             lineage = find_traces(self.others[name])
-            if lineage is not None and not lineage.are_within(self.selection):
+            if lineage is not None and not lineage.is_within_selection(self.selection):
                 raise ConfigError(
                     f"the selection leaves out documents that the component {name!r} was trained on: train "
                     "it on the selected domains, or leave it out"

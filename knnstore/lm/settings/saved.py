@@ -86,7 +86,7 @@ def settings_from_dict(values: Mapping[str, Any], load: LoadWeights | None = Non
     }
     removed = tuple(name for name in _REMOVED if values.get(name) is not None)
     if removed:
-        _warn_of_removed(removed)
+        _warn_of_ignored_settings(removed)
     values = {name: value for name, value in values.items() if name not in _REMOVED}
     known = [*(field.name for field in fields(KNNSettings) if field.name != "unset"), "lambda"]
     values = _move_former_components(values, known)
@@ -223,7 +223,7 @@ def _warn_of_former_components(names: tuple[str, ...]) -> None:
 
 
 @cache
-def _warn_of_removed(names: tuple[str, ...]) -> None:
+def _warn_of_ignored_settings(names: tuple[str, ...]) -> None:
     """Log a warning that settings of an earlier version are ignored, once in a process for the same names.
 
     Args:

@@ -61,7 +61,7 @@ class Lineage:
             return 0.0
         return 1 - _count_documents_below(snapshot, self.domains, self.below) / self.documents
 
-    def are_within(self, selection: Selection) -> bool:
+    def is_within_selection(self, selection: Selection) -> bool:
         """Check whether a selection (the documents of a query) contains all documents of the lineage.
 
         Only then may the query use weights that were fitted on these documents. The result is False for every
