@@ -186,8 +186,10 @@ def test_training_gains_on_documents_held_out_and_is_the_same_each_time(lm, trai
 
 def test_what_it_is_judged_by_is_no_part_of_what_it_is_trained_on(lm, monkeypatch) -> None:
     store, judged, trained = lm.store, set[int](), []
-    text, records = type(store).text, type(store).records
-    monkeypatch.setattr(type(store), "text", lambda self, number: judged.add(number) or text(self, number))
+    text, records = type(store).tokens_by_number, type(store).records
+    monkeypatch.setattr(
+        type(store), "tokens_by_number", lambda self, number: judged.add(number) or text(self, number)
+    )
 
     def read(self, *args, **options):
         for batch in records(self, *args, **options):

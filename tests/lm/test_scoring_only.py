@@ -106,7 +106,7 @@ def test_a_cache_counts_in_scoring_only_without_generating_with_it(lm, monkeypat
         used.append(settings.components)
         return really(self, lm, settings)
 
-    monkeypatch.setattr(Beginnings, "generate", recorded)
+    monkeypatch.setattr(Beginnings, "generate_continuations", recorded)
     left, rows = find_scoring_only(lm, HELD_OUT, replace(PLAIN, cache=CACHE))
     assert left == ("cache",)
     assert used == [(), ("keys",)]
@@ -176,7 +176,7 @@ def test_calibrating_saves_it_with_its_figures(make_lm, monkeypatch) -> None:
     assert settings == replace(found.comparison.best.settings, scoring_only=("cache",))
     assert [one.of for one in record.written] == ["text", "model", "all but cache"]
     again = make_lm({"phrases": STORED}, max_length=32, stride=16)
-    monkeypatch.setattr(Beginnings, "generate", lambda *_: pytest.fail("nobody asked for it"))
+    monkeypatch.setattr(Beginnings, "generate_continuations", lambda *_: pytest.fail("nobody asked for it"))
     assert again.calibrate(repetitive, networks=False, ngrams=False).settings == settings
 
 
@@ -187,7 +187,7 @@ def test_what_was_fitted_is_saved_before_writing_is_measured_and_measured_again_
     lm = make_lm({"phrases": STORED}, max_length=32, stride=16)
     repetitive = make_repetitive_texts()
     with monkeypatch.context() as broken:
-        broken.setattr(Beginnings, "generate", lambda *_: 1 / 0)
+        broken.setattr(Beginnings, "generate_continuations", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             lm.calibrate(repetitive, networks=False, ngrams=False, repetition=True)
     settings, record = settings_for(lm.store), CalibrationRecord.for_selection(lm.store)

@@ -144,7 +144,7 @@ def test_the_end_of_a_text_is_extended_by_its_last_token(order, monkeypatch) -> 
     counts = NGramCounts(SortedText.from_texts([text.astype(np.uint32)], [0], 6), 5)
     looked_up, ranges = [], NGramCounts.find_symbol_ranges
     monkeypatch.setattr(
-        NGramCounts, "ranges", lambda self, symbols: looked_up.append(1) or ranges(self, symbols)
+        NGramCounts, "find_symbol_ranges", lambda self, symbols: looked_up.append(1) or ranges(self, symbols)
     )
     for stop in range(40, 60):
         Matches.look_up_ends(counts, [text[stop - order + 1 : stop].tolist()], [False])
