@@ -225,7 +225,7 @@ def test_a_kernel_that_fails_is_replaced_by_torch_with_one_warning(
         calls.clear()
         for _ in range(2):
             found = nothing(case)
-            device_search.measure(*case[:3], found)
+            device_search.measure_distances(*case[:3], found)
             check(found, case)
             visits = device_search.DeviceVisits(*found, 8)
             temperatures = torch.full((len(found.distances), 1), 9.0)
@@ -255,7 +255,7 @@ def test_an_error_of_torch_is_not_taken_for_one_of_a_kernel(
     monkeypatch.setitem(device_search._kernels, device, kernels)
     with pytest.raises(RuntimeError, match="not enough memory"):
         queries = Queries(torch.zeros(1, 4), torch.zeros(1), 2.0)
-        device_search.measure(probed, records, queries, Found.create(1, 2, device))
+        device_search.measure_distances(probed, records, queries, Found.create(1, 2, device))
     assert device_search.get_kernels(device) is kernels
     assert (len(calls), caplog.messages) == (1, [])
 
