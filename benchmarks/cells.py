@@ -117,7 +117,7 @@ def ratios(seconds: dict[str, list[float]]) -> Iterator[tuple[str, float]]:
 def writing(lm: KNNLMForCausalLM, settings: KNNSettings, batch: int, steps: int) -> Callable[[], Any]:
     """Write greedily after a prompt, in so many rows."""
     prompt = torch.tensor(
-        [lm.reader.tokens(f"It is {row} o'clock, and").tolist()[:4] for row in range(batch)]
+        [lm.reader.tokenize(f"It is {row} o'clock, and").tolist()[:4] for row in range(batch)]
     )
 
     def write() -> Any:

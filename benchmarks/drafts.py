@@ -114,7 +114,7 @@ def measure_text(lm: KNNLMForCausalLM, prompt: Tensor) -> dict[str, float]:
 
 def choose_beginnings(lm: KNNLMForCausalLM, texts: list[TextDocument]) -> list[list[int]]:
     """Return the beginnings of the documents that are long enough, as tokens."""
-    beginnings = [lm.reader.tokens(document.text)[:PROMPT].tolist() for document in texts]
+    beginnings = [lm.reader.tokenize(document.text)[:PROMPT].tolist() for document in texts]
     return [ids for ids in beginnings if len(ids) == PROMPT]
 
 
@@ -227,7 +227,7 @@ def measure_served(
 
 def time_passes(lm: KNNLMForCausalLM, document: TextDocument, rounds: int) -> dict[str, list[float]]:
     """Time passes over several positions after a prompt, as multiples of a pass over one position."""
-    ids = torch.from_numpy(lm.reader.tokens(document.text)[: PROMPT + max(POSITIONS)]).long()[None]
+    ids = torch.from_numpy(lm.reader.tokenize(document.text)[: PROMPT + max(POSITIONS)]).long()[None]
     ratios: dict[str, list[float]] = {}
     for name, knn in {"model": ALONE, "store": lm.knn}.items():
         seconds: list[list[float]] = []
@@ -289,7 +289,7 @@ def main() -> None:
         lm = knnstore.load(options.home, device="cpu")
         if options.served:
             prompts = {
-                name: [lm.reader.text(ids) for ids in choose_beginnings(lm, texts)]
+                name: [lm.reader.decode(ids) for ids in choose_beginnings(lm, texts)]
                 for name, texts in files.items()
             }
             lm.store.close()

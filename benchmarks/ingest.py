@@ -23,7 +23,7 @@ from pydoc_data.topics import topics
 import torch
 
 import knnstore
-from knnstore.datastore import tokens_of
+from knnstore.datastore import tokens_from_ids
 from knnstore.documents import TextDocument, read_documents
 from knnstore.lm.mixing import Contribution, Mixture, compute_neighbor_weights
 from knnstore.store import EVERYTHING
@@ -70,10 +70,10 @@ def main() -> None:
         identity, chosen, tokens = lm.store.identity, [], []
         for document in documents_of(options.documents):
             chosen.append(document)
-            tokens.append(lm.reader.tokens(document.text))
+            tokens.append(lm.reader.tokenize(document.text))
             if sum(map(len, tokens)) >= options.tokens:
                 break
-        batches = list(lm.reader.batches(tokens))
+        batches = list(lm.reader.batch_windows(tokens))
         stored = sum(len(batch.at) for batch in batches)
 
         def forward() -> None:
@@ -98,12 +98,12 @@ def main() -> None:
         for batch in islice(batches, 2 if options.smoke else 8):
             started = time.perf_counter()
             encoded = lm.key_encoder.encode(batch.input_ids, batch.at)
-            log_probs = lm.key_encoder.gold_log_probs(encoded.states, batch.gold)
+            log_probs = lm.key_encoder.target_log_probs(encoded.states, batch.gold)
             modeled = time.perf_counter()
             found = lm.store.search(encoded.keys.numpy(), options.k, EVERYTHING)
             searched = time.perf_counter()
             weights = compute_neighbor_weights(torch.from_numpy(found.distances), 20.0)
-            neighbors = torch.from_numpy(tokens_of(found.ids))
+            neighbors = torch.from_numpy(tokens_from_ids(found.ids))
             mixture = Mixture([Contribution(weights, torch.full((len(weights),), 0.5), neighbors)])
             mixture.target_log_probs(log_probs, torch.from_numpy(batch.gold))
             mixed = time.perf_counter()

@@ -39,7 +39,7 @@ from transformers import PreTrainedTokenizerBase
 
 import knnstore
 from knnstore.catalog import Identity, NewDocument
-from knnstore.datastore import Keys, Metric, pairwise
+from knnstore.datastore import Keys, Metric, pairwise_distances
 from knnstore.distributed import SHARD_TOKENS, PlanFolder, commit_plan, make_plan
 from knnstore.lm import load_text_parts
 from knnstore.store import KNNStore
@@ -207,10 +207,10 @@ def weighed(run: Run) -> dict[str, Any]:
     exact, shares = np.zeros(len(queries)), dict[int, float]()
     with KNNStore.open(run.home) as store:
         for _, keys in store.records():
-            exact += np.exp(-pairwise(queries, keys, Metric.L2) / temperature).sum(1)
+            exact += np.exp(-pairwise_distances(queries, keys, Metric.L2) / temperature).sum(1)
         for probes in sorted({*LADDER, run.probes}):
             near = np.zeros(len(queries))
-            for visit in (one for some in store.visit(queries, probes) for one in some.apart()):
+            for visit in (one for some in store.visit(queries, probes) for one in some.split()):
                 near[visit.queries] += np.exp(-visit.distances / temperature).sum(1)
             shares[probes] = round(float((near / exact).mean()), 4)
     return {"shares": shares}
@@ -231,7 +231,7 @@ def searched(run: Run) -> dict[str, Any]:
         alone = queries[:: QUERIES // ALONE, None]
         for name in "query_alone_unread_ms", "query_alone_ms":
             found[name] = float(np.median([milliseconds(store, query, run.probes) for query in alone]))
-        visits = (one for some in store.visit(alone[:, 0], run.probes) for one in some.apart())
+        visits = (one for some in store.visit(alone[:, 0], run.probes) for one in some.split())
         found["records_visited"] = sum(one.distances.size for one in visits) / len(alone)
         at_once = max(1, int(DISTANCES / found["records_visited"]))
         pieces = [queries[at : at + at_once] for at in range(0, len(queries), at_once)]

@@ -72,7 +72,7 @@ def loaded(folder: Path, engine: str, keys: Keys, domains: int) -> float:
         np.repeat(np.arange(domains, dtype=np.int32), [len(part) for part in np.array_split(keys, domains)]),
     )
     start = time.perf_counter()
-    with registry.load(engine).open(folder, dim=keys.shape[1], mode="x") as store:
+    with registry.load_adapter(engine).open(folder, dim=keys.shape[1], mode="x") as store:
         for at in range(0, len(keys), BATCH):
             part = slice(at, at + BATCH)
             store.add(ids[part], keys[part], groups[part])
@@ -85,14 +85,18 @@ def loaded(folder: Path, engine: str, keys: Keys, domains: int) -> float:
 def faiss_alone(folder: Path, keys: Keys, domains: int) -> float:
     """Build and write the index that the adapter chooses for each domain."""
     import faiss
-    from knnstore_faiss.faiss_datastore import Policy, new_index
+    from knnstore_faiss.faiss_datastore import Policy, create_empty_index
 
     from knnstore.datastore import Metric
 
     start = time.perf_counter()
     for domain, part in enumerate(np.array_split(keys, domains)):
         factory = Policy().choose_factory(len(part), len(part), keys.shape[1])
-        index = new_index(factory, keys.shape[1], Metric.L2) if factory else faiss.IndexFlatL2(keys.shape[1])
+        index = (
+            create_empty_index(factory, keys.shape[1], Metric.L2)
+            if factory
+            else faiss.IndexFlatL2(keys.shape[1])
+        )
         if factory:
             sample = np.random.default_rng(0).choice(
                 len(part), min(len(part), 64 * index.nlist), replace=False
@@ -169,7 +173,7 @@ def main() -> None:
         "keys": options.keys.name if options.keys else "synthetic",
         "moves": [],
     }
-    usable = {row.name for row in registry.describe() if row.problem is None and row.capabilities}
+    usable = {row.name for row in registry.describe_adapters() if row.problem is None and row.capabilities}
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder) / "home"
         fill(home, keys, options.domains)

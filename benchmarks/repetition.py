@@ -47,18 +47,18 @@ def measure(lm: KNNLMForCausalLM, parts: Parts, settings: KNNSettings) -> dict[s
     """Continue the beginnings of the documents of `test` in each way."""
     begun = Beginnings.from_documents(lm.reader, parts["test"])
     everything = replace(settings, scoring_only=())
-    sides = {name: everything.without(*left) for name, left in WITHOUT.items()}
+    sides = {name: everything.without_components(*left) for name, left in WITHOUT.items()}
     left_out = set(settings.scoring_only)
     of_writing = next((name for name, left in WITHOUT.items() if set(left) == left_out), "writing")
     if settings.model_generates_alone:
         of_writing = "model"
     else:
         sides.setdefault(of_writing, lm.resolve_settings(settings, Purpose.GENERATION))
-    written = {"model": Repeated.from_texts(begun.generate(lm, KNNSettings(k=1, lam=0.0)))}
+    written = {"model": Repeated.from_texts(begun.generate_continuations(lm, KNNSettings(k=1, lam=0.0)))}
     seconds = {}
     for name, side in sides.items():
         started = time.perf_counter()
-        written[name] = Repeated.from_texts(begun.generate(lm, side))
+        written[name] = Repeated.from_texts(begun.generate_continuations(lm, side))
         seconds[name] = round(time.perf_counter() - started, 1)
     rows: dict[str, Any] = {}
     if begun.ends:
@@ -85,7 +85,7 @@ def beginnings(texts: Sequence[TextDocument], tokens: int, lm: KNNLMForCausalLM)
 
 def shown(found: Repeated) -> dict[str, Any]:
     """Return the means."""
-    means = found.means("")
+    means = found.mean_shares("")
     return {
         "continuations": means.continuations,
         "distinct_bigrams": round(means.distinct_bigrams, DIGITS),

@@ -26,7 +26,7 @@ from typing import Any
 import faiss
 import numpy as np
 from knnstore_faiss import FaissDatastore
-from knnstore_faiss.faiss_datastore import Policy, new_index
+from knnstore_faiss.faiss_datastore import Policy, create_empty_index
 
 from knnstore.datastore import Keys, Metric
 
@@ -118,7 +118,7 @@ def indexed_tier(root: Path, keys: Keys, queries: Keys, repeats: int, factory: s
     Also measures the recall of the adapter.
     """
     rows, dim = keys.shape
-    raw = new_index(factory, dim, Metric.L2)
+    raw = create_empty_index(factory, dim, Metric.L2)
     sample = np.random.default_rng(0).choice(rows, min(rows, 64 * raw.nlist), replace=False)
     raw.train(np.asarray(keys[np.sort(sample)], np.float32))
     for start in range(0, rows, 1 << 16):

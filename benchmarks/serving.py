@@ -74,7 +74,7 @@ async def streams(load: Load, lm: KNNLMForCausalLM, settings: Any, prompts: list
     def generated(some: list[str]) -> float:
         started, tokens = time.perf_counter(), 0
         for prompt in some:
-            ids = lm.reader.tokens(prompt).tolist()
+            ids = lm.reader.tokenize(prompt).tolist()
             given = torch.tensor([[*lm.reader.prefix, *ids]])
             generating = lm.resolve_settings(settings, Purpose.GENERATION)
             written = lm.generate(
@@ -105,7 +105,7 @@ async def scoring(
 ) -> Body:
     """Tokens a second of 8 requests that score, and of `evaluate`."""
     before = [*lm.reader.prefix]
-    ids = [[*before, *lm.reader.tokens(one.text).tolist()] for one in texts]
+    ids = [[*before, *lm.reader.tokenize(one.text).tolist()] for one in texts]
     rows = []
     for round in range(rounds + 1):
         started = time.perf_counter()
@@ -210,11 +210,11 @@ def quantile(values: list[float], share: float) -> float:
 async def measured(home: Path, texts: list[TextDocument], options: argparse.Namespace) -> Body:
     """All figures of one server."""
     lm = knnstore.load(home, "r")
-    fitting = [one for one in texts if PROMPT < len(lm.reader.tokens(one.text)) < lm.reader.max_length - 2]
-    prompts = [lm.reader.text(lm.reader.tokens(one.text)[:PROMPT].tolist()) for one in fitting[:64]]
+    fitting = [one for one in texts if PROMPT < len(lm.reader.tokenize(one.text)) < lm.reader.max_length - 2]
+    prompts = [lm.reader.decode(lm.reader.tokenize(one.text)[:PROMPT].tolist()) for one in fitting[:64]]
     settings = resolve(lm.store, KNNSettings(selection=Selection(domains=(options.domain,))))
-    long = next(one for one in texts if len(lm.reader.tokens(one.text)) >= EXPLAINED or options.smoke)
-    explained = lm.reader.text(lm.reader.tokens(long.text)[:EXPLAINED].tolist())
+    long = next(one for one in texts if len(lm.reader.tokenize(one.text)) >= EXPLAINED or options.smoke)
+    explained = lm.reader.decode(lm.reader.tokenize(long.text)[:EXPLAINED].tolist())
     found: Body = {"threads": torch.get_num_threads(), "records": lm.store.record_count()}
     started = time.perf_counter()
     with served(home, *options.serve) as (url, pid):

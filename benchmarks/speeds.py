@@ -57,7 +57,7 @@ def continued(lm: KNNLMForCausalLM, prompts: Tensor, **options: Any) -> Callable
 
 def writing(lm: KNNLMForCausalLM, texts: list[TextDocument], most: int) -> dict[str, Any]:
     """Continue the beginnings of texts, one by one and eight at a time."""
-    begun = [ids for text in texts if len(ids := lm.reader.tokens(text.text)[:PROMPT].tolist()) == PROMPT]
+    begun = [ids for text in texts if len(ids := lm.reader.tokenize(text.text)[:PROMPT].tolist()) == PROMPT]
     prefix = [*lm.reader.prefix]
     prompts = torch.tensor([[*prefix, *ids] for ids in begun[:most]])
     ratios: dict[str, list[float]] = {"step": [], "eight": []}

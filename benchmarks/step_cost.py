@@ -199,7 +199,7 @@ def measure_rows(lm: KNNLMForCausalLM, prompts: Tensor, rows: int, steps: int) -
 
 def read_prompts(lm: KNNLMForCausalLM, texts: list[TextDocument], count: int) -> Tensor:
     """Return the first tokens of texts that are long enough, after the prefix, shape (n, t)."""
-    begun = [ids for text in texts if len(ids := lm.reader.tokens(text.text)[:PROMPT].tolist()) == PROMPT]
+    begun = [ids for text in texts if len(ids := lm.reader.tokenize(text.text)[:PROMPT].tolist()) == PROMPT]
     return torch.tensor([[*lm.reader.prefix, *ids] for ids in begun[:count]])
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from search import alternate, clustered, in_new_process, ratio
 
 from knnstore.datastore import Datastore, Distances, Filter, IdRanges, Keys
-from knnstore.datastore.registry import load
+from knnstore.datastore.registry import load_adapter
 
 DOMAINS = 10
 KS = (1024, 64)
@@ -59,8 +59,8 @@ ENGINES = [
 OPEN = """
 import json, sys, time
 import numpy as np
-from knnstore.datastore.registry import load
-adapter, root, dim, params = load(sys.argv[1]), sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
+from knnstore.datastore.registry import load_adapter
+adapter, root, dim, params = load_adapter(sys.argv[1]), sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
 query = np.zeros((1, dim), np.float32)
 start = time.perf_counter()
 with adapter.open(root, dim=dim, mode="r", **params) as store:
@@ -70,7 +70,7 @@ with adapter.open(root, dim=dim, mode="r", **params) as store:
 
 
 def opened(engine: Engine, root: Path, dim: int, mode: Any, **params: Any) -> Datastore:
-    return load(engine.adapter).open(root, dim=dim, mode=mode, **(engine.params | params))
+    return load_adapter(engine.adapter).open(root, dim=dim, mode=mode, **(engine.params | params))
 
 
 def fill(engine: Engine, root: Path, keys: Keys, groups: np.ndarray) -> float:

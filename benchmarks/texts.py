@@ -101,7 +101,7 @@ def cut(
             break
         used = document if stored else replace(document, text=document.text[: limits.held_out_characters])
         taken.append(used)
-        tokens += len(reader.tokens(used.text))
+        tokens += len(reader.tokenize(used.text))
     return taken
 
 

@@ -50,7 +50,7 @@ def time_steps(home: str, tokens: int) -> dict[str, float]:
 
     lm = knnstore.load(home, device="cpu")
     text = "The proposal describes a change, and explains why it is better than what was there before. " * 2
-    ids = torch.tensor([lm.reader.tokens(text)[:PROMPT].tolist()])
+    ids = torch.tensor([lm.reader.tokenize(text)[:PROMPT].tolist()])
     result: dict[str, float] = {"threads": torch.get_num_threads()}
     for count in (4, tokens):  # the first round loads what is loaded once
         for name, options in (("alone", {"knn": KNNSettings(k=1, lam=0.0)}), ("store", {})):

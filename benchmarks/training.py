@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from knnstore.documents import TextDocument
-from knnstore.lm.reading import TextReader, WindowBatch, in_chunks
+from knnstore.lm.reading import TextReader, WindowBatch, chunk_documents
 
 WARMUP = 0.05
 """Share of the steps in which the learning rate rises; then it falls linearly to 0."""
@@ -55,7 +55,7 @@ def fine_tune(
     lm = reader.encoder.model
     started = time.perf_counter()
     apart = replace(reader, stride=reader.max_length - 1, batch_tokens=batch_tokens)
-    batches = list(apart.batches(apart.tokenized(documents)))
+    batches = list(apart.batch_windows(apart.tokenize_documents(documents)))
     weights = [weight for weight in lm.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(
         [
@@ -103,8 +103,8 @@ def saved(reader: TextReader, folder: Path) -> Path:
 def predictions(reader: TextReader, documents: Sequence[TextDocument]) -> Iterator[tuple[Tensor, Tensor]]:
     """Logits, shape (n, vocabulary), and the tokens that came, shape (n,), in the order of scoring."""
     with torch.inference_mode():
-        for ahead in in_chunks(documents):
-            for batch in reader.batches(reader.tokenized(ahead)):
+        for ahead in chunk_documents(documents):
+            for batch in reader.batch_windows(reader.tokenize_documents(ahead)):
                 yield _predicted(reader.encoder.model, batch)
 
 

@@ -58,7 +58,7 @@ def measure_workers(options: argparse.Namespace, folder: Path) -> dict[str, Any]
     documents, tokens = [], 0
     for document in read_documents([options.documents]):
         documents.append(document)
-        tokens += len(lm.reader.tokens(document.text))
+        tokens += len(lm.reader.tokenize(document.text))
         if tokens >= options.tokens:
             break
     plan_folder = PlanFolder(folder / "plan")

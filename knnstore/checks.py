@@ -37,7 +37,7 @@ def check_name(name: object, what: str) -> None:
         raise InputError(f"{what} contains a NUL or is not valid Unicode: {name!r}")
 
 
-def distinct_names(names: Iterable[str], what: str) -> frozenset[str]:
+def check_distinct_names(names: Iterable[str], what: str) -> frozenset[str]:
     """Check several names, and return them without duplicates.
 
     Args:
@@ -139,7 +139,7 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def printable(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """Replace line breaks and all unprintable characters by their escape sequences in Python.
 
     The result is one line that cannot control a terminal.

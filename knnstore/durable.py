@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from knnstore.errors import DatastoreError, LockedError
 from knnstore.failpoints import failpoint
-from knnstore.space import medium_errors
+from knnstore.space import convert_disk_errors
 
 _OWNER_ONLY = 0o600
 
@@ -179,7 +179,7 @@ def sync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def publish(path: Path, content: bytes, what: str) -> None:
+def write_atomically(path: Path, content: bytes, what: str) -> None:
     """Create or replace a small file atomically and durably: readers see the old or the new content.
 
     Also removes an empty folder at the path.
@@ -210,7 +210,7 @@ def publish(path: Path, content: bytes, what: str) -> None:
     sync_directory(path.parent)
 
 
-def remove(path: Path) -> None:
+def remove_durably(path: Path) -> None:
     """Remove a file, or an empty folder at its path; does nothing if the path does not exist.
 
     A folder that is not empty stays. The removal is durable only after `sync_directory`.
@@ -266,7 +266,7 @@ class WriterLock:
     def __init__(self, root: Path) -> None:
         holder_path = root / "writer.json"
         try:
-            with medium_errors(root):
+            with convert_disk_errors(root):
                 self._descriptor = _open_and_lock(root / "writer.lock")
         except BlockingIOError:
             holder = _describe_holder(holder_path)

@@ -65,7 +65,7 @@ def choose_write_error(error: OSError) -> type[DatastoreError]:
 
 
 @contextmanager
-def medium_errors(path: Path) -> Iterator[None]:
+def convert_disk_errors(path: Path) -> Iterator[None]:
     """Convert an OSError about the disk, raised inside the ``with`` block, to an error of knnstore.
 
     Errors about other problems pass unchanged.
@@ -128,7 +128,7 @@ class Reserve:
     def __init__(self, folder: Path) -> None:
         self._path = folder / self.NAME
 
-    def keep(self) -> None:
+    def ensure_reserved(self) -> None:
         """Create the file with `RESERVE` bytes, or enlarge it to this size.
 
         If the disk has less free space, the file gets a smaller size.

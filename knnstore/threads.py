@@ -46,11 +46,11 @@ def find_core_limit() -> int | None:
     """
     is_linux = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1
-    limit = min((max(1, round(limit)) for limit in _iterate_limits()), default=cores)
+    limit = min((max(1, round(limit)) for limit in _iterate_cpu_limits()), default=cores)
     return limit if limit < cores else None
 
 
-def _iterate_limits() -> Iterator[float]:
+def _iterate_cpu_limits() -> Iterator[float]:
     """Yield the limits of CPU time, in cores, that control groups set for this process.
 
     Nothing is yielded on systems without control groups. Files that cannot be read are left out.

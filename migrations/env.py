@@ -11,7 +11,7 @@ A schema only moves forward: there are no downgrades.
 from alembic import context
 from sqlalchemy import Connection
 
-from knnstore.catalog.connection import connect, parse_url, run_exclusive_transaction
+from knnstore.catalog.connection import create_durable_engine, parse_url, run_exclusive_transaction
 from knnstore.catalog.schema import VERSION_TABLE
 from knnstore.catalog.tables import Base
 
@@ -32,6 +32,6 @@ if given is not None:
     run(given)
 else:
     with run_exclusive_transaction(
-        connect(parse_url(context.get_x_argument(as_dictionary=True)["url"]))
+        create_durable_engine(parse_url(context.get_x_argument(as_dictionary=True)["url"]))
     ) as opened:
         run(opened)

@@ -17,7 +17,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from knnstore.documents import Fields, TextDocument, check_paths, documents_of, read_documents, size_of
+from knnstore.documents import (
+    Fields,
+    TextDocument,
+    check_paths,
+    convert_rows_to_documents,
+    estimate_size,
+    read_documents,
+)
 from knnstore.errors import InputError, UnusableDocumentError
 
 texts = st.text(min_size=1, max_size=40).filter(str.strip)
@@ -254,7 +261,7 @@ def test_parquet(tmp_path: Path) -> None:
     assert str(problems[0]).startswith(f"{file} row 2: no 'text'")
     file.write_bytes(file.read_bytes()[:-9])
     assert refused([file])[0].startswith(f"{file}: ")
-    assert size_of([tmp_path]) is None
+    assert estimate_size([tmp_path]) is None
 
 
 @pytest.mark.slow  # importing datasets takes seconds
@@ -276,7 +283,7 @@ def test_data_sets_come_by_name(tmp_path: Path) -> None:
     for name in ("hf:", "hf:a:b:c:d"):
         assert refused([name])[0].startswith(f"{name}: write a data set as hf:NAME")
     assert refused([f"{files}::none"])[0].startswith(f"{files}::none: the data set cannot be read")
-    assert size_of([files]) is None
+    assert estimate_size([files]) is None
 
 
 def test_what_cannot_be_read_is_refused_before_the_work(tmp_path: Path) -> None:
@@ -312,7 +319,7 @@ def test_rows_are_read_one_at_a_time() -> None:
             taken.append(number)
             yield f"text {number}"
 
-    stream = iter(documents_of(rows()))
+    stream = iter(convert_rows_to_documents(rows()))
     next(stream)
     assert taken == [0]
 
@@ -320,7 +327,7 @@ def test_rows_are_read_one_at_a_time() -> None:
 @pytest.mark.parametrize("one", ["a text", b"bytes", {"text": "x"}, TextDocument("a", "x")])
 def test_one_document_is_not_many(one: Any) -> None:
     with pytest.raises(InputError, match="a list or another iterable"):
-        documents_of(one)
+        convert_rows_to_documents(one)
 
 
 DAY = datetime(2024, 2, 29)
@@ -331,7 +338,7 @@ COLUMNS = {"id": [1, 2, 3], "text": ["one", "two", None], "year": [2020, None, 1
 def test_a_table_is_read_by_its_rows(kind: str) -> None:
     table = pandas.DataFrame(COLUMNS) if kind == "pandas" else pyarrow.table(COLUMNS)
     bad: list[InputError] = []
-    first, second = documents_of(table, on_bad=bad.append)
+    first, second = convert_rows_to_documents(table, on_bad=bad.append)
     assert (first.id, first.text, first.metadata) == (
         "1",
         "one",
@@ -340,16 +347,16 @@ def test_a_table_is_read_by_its_rows(kind: str) -> None:
     assert (second.id, second.text, second.metadata) == ("2", "two", {})
     (told,) = bad
     assert str(told).startswith("document 3: no 'text'")
-    texts = [one.text for one in documents_of(pandas.Series(["a", "b"]))]
+    texts = [one.text for one in convert_rows_to_documents(pandas.Series(["a", "b"]))]
     assert texts == ["a", "b"]
     with pytest.raises(InputError, match="document 1: no 'text'"):
-        list(documents_of(pandas.DataFrame({"body": ["x"]})))
+        list(convert_rows_to_documents(pandas.DataFrame({"body": ["x"]})))
 
 
 def test_rows_of_python_that_cannot_be_used() -> None:
     problems: list[InputError] = []
     rows = ["fine", 5, {"text": "x", "made": object()}, "fine"]
-    found = list(documents_of(rows, source="row", on_bad=problems.append))
+    found = list(convert_rows_to_documents(rows, source="row", on_bad=problems.append))
     assert [document.text for document in found] == ["fine"]
     assert [str(problem).split(":")[0] for problem in problems] == ["row 2", "row 3", "row 4"]
 
@@ -357,7 +364,7 @@ def test_rows_of_python_that_cannot_be_used() -> None:
 def test_sizes(tmp_path: Path, stdin: Callable[[bytes], None]) -> None:
     (tmp_path / "a.txt").write_bytes(b"12345")
     (tmp_path / "b.jsonl").write_bytes(b"123")
-    assert size_of([tmp_path, tmp_path / "none.txt"]) == 8
-    assert size_of([tmp_path, "-"]) is None
+    assert estimate_size([tmp_path, tmp_path / "none.txt"]) == 8
+    assert estimate_size([tmp_path, "-"]) is None
     (tmp_path / "c.txt.gz").write_bytes(b"")
-    assert size_of([tmp_path]) is None
+    assert estimate_size([tmp_path]) is None

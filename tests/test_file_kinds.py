@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from knnstore.documents import TextDocument, check_paths, read_documents, size_of, source_files
+from knnstore.documents import TextDocument, check_paths, estimate_size, read_documents, source_files
 from knnstore.errors import InputError, UnusableDocumentError
 
 texts = st.text(
@@ -424,7 +424,7 @@ def test_links_are_followed_in_the_folder_only(inside: Path) -> None:
         "around", "folder", "key.txt", "relative.txt", "twice.txt", "zero.txt",
     ]  # fmt: skip
     assert all(problem.in_folder and "link" in problem.reason for problem in found)
-    assert size_of([inside]) == 12
+    assert estimate_size([inside]) == 12
     # What is named is the user's choice, through links too.
     assert read(inside / "key.txt")[0].text == "a private key"
     (inside.parent / "linked").symlink_to(inside)

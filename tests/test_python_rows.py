@@ -18,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from knnstore.documents import TextDocument, documents_of, read_documents
+from knnstore.documents import TextDocument, convert_rows_to_documents, read_documents
 from knnstore.errors import InputError
 
 pandas = pytest.importorskip("pandas")
@@ -55,7 +55,7 @@ class Odd:
 
 def metadata_of(value: Any) -> Any:
     """What is stored of one value."""
-    (found,) = documents_of([{"text": "t", "x": value}])
+    (found,) = convert_rows_to_documents([{"text": "t", "x": value}])
     assert json.loads(json.dumps(found.metadata, allow_nan=False)) == found.metadata
     return found.metadata
 
@@ -135,10 +135,10 @@ def test_a_value_is_stored_as_a_file_has_it(at: int) -> None:
 def test_a_missing_value_is_left_out(value: Any) -> None:
     assert metadata_of(value) == {}
     assert metadata_of([value]) == {"x": [None]}
-    (found,) = documents_of([{"text": "t", "id": value}])
+    (found,) = convert_rows_to_documents([{"text": "t", "id": value}])
     assert found.id == TextDocument.from_row("t").id
     with pytest.raises(InputError, match=r"^document 1: no 'text': it is null$"):
-        list(documents_of([{"text": value}]))
+        list(convert_rows_to_documents([{"text": value}]))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,9 @@ def test_a_missing_value_is_left_out(value: Any) -> None:
 def test_what_cannot_be_stored_is_named(value: Any, said: str) -> None:
     problems: list[InputError] = []
     found = list(
-        documents_of([{"text": "a"}, {"text": "b", "x": value}, {"text": "c"}], on_bad=problems.append)
+        convert_rows_to_documents(
+            [{"text": "a"}, {"text": "b", "x": value}, {"text": "c"}], on_bad=problems.append
+        )
     )
     assert [one.text for one in found] == ["a", "c"]
     assert str(problems[0]).startswith(f"document 2: the metadata cannot be stored as JSON: {said}")
@@ -168,7 +170,7 @@ def test_values_that_hold_themselves_are_refused() -> None:
     circle: list[Any] = []
     circle.append(circle)
     with pytest.raises(InputError, match="nested more than 64 deep"):
-        list(documents_of([{"text": "a", "x": circle}]))
+        list(convert_rows_to_documents([{"text": "a", "x": circle}]))
 
 
 @given(rows)
@@ -178,7 +180,7 @@ def test_rows_of_python_are_those_of_a_file(
     folder = tmp_path_factory.mktemp("rows")
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "rows.jsonl").write_text(lines)
-    expected = list(documents_of(rows))
+    expected = list(convert_rows_to_documents(rows))
     assert list(read_documents([folder / "rows.jsonl"] if rows else [])) == expected
 
 
@@ -187,30 +189,32 @@ def test_rows_of_many_kinds_are_one_document() -> None:
     expected = [TextDocument("1", "one"), TextDocument(TextDocument.from_row("two").id, "two", {"n": 5.0})]
     table = pyarrow.table({"id": [1, None], "text": ["one", "two"], "n": [None, 5.0]})
     structured = np.array([("one", 5)], dtype=[("text", "U5"), ("n", "i4")])
-    assert list(documents_of(frame)) == expected
-    assert list(documents_of(frame.to_dict("records"))) == expected
-    assert list(documents_of(row for _, row in frame.iterrows())) == expected
-    assert list(documents_of(table)) == expected
-    assert list(documents_of(table.to_batches()[0])) == expected
-    assert next(iter(documents_of(structured))).metadata == {"n": 5}
-    assert [one.text for one in documents_of(np.array(["one", "two"]))] == ["one", "two"]
-    assert [one.text for one in documents_of(pyarrow.array(["one", "two"]))] == ["one", "two"]
-    assert next(iter(documents_of([{"text": np.str_("one"), "id": UUID(int=5)}]))).id.endswith("0005")
+    assert list(convert_rows_to_documents(frame)) == expected
+    assert list(convert_rows_to_documents(frame.to_dict("records"))) == expected
+    assert list(convert_rows_to_documents(row for _, row in frame.iterrows())) == expected
+    assert list(convert_rows_to_documents(table)) == expected
+    assert list(convert_rows_to_documents(table.to_batches()[0])) == expected
+    assert next(iter(convert_rows_to_documents(structured))).metadata == {"n": 5}
+    assert [one.text for one in convert_rows_to_documents(np.array(["one", "two"]))] == ["one", "two"]
+    assert [one.text for one in convert_rows_to_documents(pyarrow.array(["one", "two"]))] == ["one", "two"]
+    assert next(iter(convert_rows_to_documents([{"text": np.str_("one"), "id": UUID(int=5)}]))).id.endswith(
+        "0005"
+    )
 
 
 def test_two_columns_of_one_name_are_refused() -> None:
     frame = pandas.DataFrame([["one", 1, 2]], columns=["text", "n", "n"])
     with pytest.raises(InputError, match="two columns of the table are named 'n'"):
-        list(documents_of(frame))
+        list(convert_rows_to_documents(frame))
 
 
 @pytest.mark.parametrize("given", [5, None, object()])
 def test_what_is_no_list_is_refused(given: Any) -> None:
     with pytest.raises(InputError, match="documents are a list or another iterable, not"):
-        list(documents_of(given))
+        list(convert_rows_to_documents(given))
 
 
 @pytest.mark.parametrize("row", [Path("a.txt"), 5, None, ["text"], b"text"])
 def test_what_is_no_row_is_refused(row: Any) -> None:
     with pytest.raises(InputError, match=r"document 1: a document is an object with a 'text', not "):
-        list(documents_of([row]))
+        list(convert_rows_to_documents([row]))

@@ -54,7 +54,7 @@ def test_keys_are_those_of_the_model_in_the_order_of_the_text(run, tmp_path) -> 
     expected = []
     for text in texts:
         tokens = [tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False)["input_ids"]]
-        expected.append(encoder.keys(torch.tensor([tokens]), torch.arange(len(tokens) - 1)))
+        expected.append(encoder.compute_keys(torch.tensor([tokens]), torch.arange(len(tokens) - 1)))
     np.testing.assert_allclose(np.load(tmp_path / "k.npy"), torch.cat(expected).numpy(), atol=1e-2)
 
 

@@ -21,9 +21,9 @@ from knnstore.datastore import (
     Segment,
     StoredFile,
     Visits,
-    checked_k,
-    checked_keys,
     code_size,
+    validate_k,
+    validate_keys,
 )
 from knnstore.errors import CorruptDatastoreError
 from knnstore_cells.cell_cache import CellCache
@@ -64,7 +64,7 @@ class CellsDatastore(EmbeddedDatastore):
     @classmethod
     def _choose_coding(cls, policy: Policy, dim: int) -> Coding | None:
         """Return how the policy compresses the keys of large groups to codes; None if it does not."""
-        return policy.coding_for(dim)
+        return policy.choose_coding(dim)
 
     @classmethod
     def record_size(cls, dim: int, **params: Any) -> int:
@@ -74,7 +74,7 @@ class CellsDatastore(EmbeddedDatastore):
             dim: number of components of a key.
             **params: parameters of the adapter; `codes` decides the size of a key.
         """
-        coding = Policy.from_params(params).coding_for(dim)
+        coding = Policy.from_params(params).choose_coding(dim)
         key = code_size(coding.kind, dim) if coding else 2 * dim
         return key + 8 + 2 + dim // _RECORDS_PER_CENTER + 8
 
@@ -85,7 +85,7 @@ class CellsDatastore(EmbeddedDatastore):
         Keys are stored in half precision; in large groups they are compressed to codes, unless `codes` is
         ``none``.
         """
-        coding = self._policy.coding_for(self._dim)
+        coding = self._policy.choose_coding(self._dim)
         return Capabilities(
             exact_search=False,
             exact_keys=False,
@@ -111,7 +111,7 @@ class CellsDatastore(EmbeddedDatastore):
 
         Raises CorruptDatastoreError if no record is found, and records that `where` selects are damaged.
         """
-        queries, probes = checked_keys(queries, self._dim, what="queries"), checked_k(probes, what="probes")
+        queries, probes = validate_keys(queries, self._dim, what="queries"), validate_k(probes, what="probes")
         ids = where.ids if where and where.groups is None else None
         from knnstore_cells.device import disable_autocast
         from knnstore_cells.visiting import CellSearch, visit_cells
@@ -196,7 +196,7 @@ class CellsDatastore(EmbeddedDatastore):
             self._dim,
             self._metric,
             self._policy,
-            self._open_cells,
+            self._read_segment_cells,
             lambda: segments.replacements,
             self._cell_cache,
             self._device,
@@ -204,7 +204,7 @@ class CellsDatastore(EmbeddedDatastore):
 
     def _is_indexed(self, group_rows: int) -> bool:
         """Return True if a group with this number of records has more than one cell."""
-        return self._policy.cells_for(group_rows) > 1
+        return self._policy.choose_cell_count(group_rows) > 1
 
     def _index_parameters(self, rows: int, group_rows: int) -> dict[str, Any] | None:
         """Return ``{"centers": NUMBER_OF_CELLS}``; None if the segment needs no index.
@@ -213,7 +213,7 @@ class CellsDatastore(EmbeddedDatastore):
         """
         if not self._policy.has_index(rows, group_rows):
             return None
-        return {"centers": self._policy.cells_for(group_rows)}
+        return {"centers": self._policy.choose_cell_count(group_rows)}
 
     def _build_index(self, segment: Segment, parameters: dict[str, Any], path: Path) -> None:
         """Assign the records of a segment to cells, and write the assignment (the index) to a file."""
@@ -244,7 +244,7 @@ class CellsDatastore(EmbeddedDatastore):
                 (arranged.cells.centers for arranged in former if len(arranged.cells.centers) == cells), None
             )
         if centers is None or len(centers) != cells:
-            centers = fit_centers(list(self._segments.by_group()[group]), cells)
+            centers = fit_centers(list(self._segments.segments_by_group()[group]), cells)
         self._centers[group] = centers
         assign_cells(segment, NearestCenter(from_numpy(centers)), former).write(path)
 
@@ -263,8 +263,8 @@ class CellsDatastore(EmbeddedDatastore):
             yield self._former_cells
             return
         self._former_cells = {}
-        for group, segments in self._segments.by_group().items():
-            opened = [(segment, self._open_cells(segment, quietly=True)) for segment in segments]
+        for group, segments in self._segments.segments_by_group().items():
+            opened = [(segment, self._read_segment_cells(segment, quietly=True)) for segment in segments]
             arranged = [ArrangedSegment(segment, cells) for segment, cells in opened if cells is not None]
             self._former_cells[group] = sorted(
                 arranged, key=lambda segment: segment.segment.rows, reverse=True
@@ -274,7 +274,7 @@ class CellsDatastore(EmbeddedDatastore):
         finally:
             self._former_cells, self._centers = None, {}
 
-    def _open_cells(self, segment: Segment, *, quietly: bool = False) -> SegmentCells | None:
+    def _read_segment_cells(self, segment: Segment, *, quietly: bool = False) -> SegmentCells | None:
         """Read the cell of each record of a segment from the segment's index file.
 
         The first time that a file is missing, an error is raised, so that the caller can look for a newer

@@ -25,11 +25,11 @@ from knnstore.datastore import (
     ProductCodec,
     Segment,
     Visits,
-    tokens_of,
+    tokens_from_ids,
 )
 from knnstore.errors import ConfigError
 from knnstore_cells.device_records import Books, Found, Probed, Queries, Records
-from knnstore_cells.device_search import measure
+from knnstore_cells.device_search import measure_distances
 from knnstore_cells.index import SegmentCells
 
 _log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class DeviceKeys:
         self._origins, device = origins, origins.device
         self._ids: Ids = columns.ids_at(self._row_of)
         self._starts = cells.starts
-        self.largest_token = int(tokens_of(self._ids).max(initial=0))
+        self.largest_token = int(tokens_from_ids(self._ids).max(initial=0))
         """Largest token of the records; 0 without records."""
         self._all = RowsByCell(
             None, torch.from_numpy(cells.starts).to(device), int(cells.counts.max(initial=0))
@@ -173,7 +173,7 @@ class DeviceKeys:
             self._last_selection = alive, ids, order
         return order
 
-    def measure(
+    def measure_distances(
         self,
         probed: Probed,
         queries: Tensor,
@@ -202,10 +202,10 @@ class DeviceKeys:
         vectors = queries - records.middle
         is_l2 = metric is Metric.L2
         squares = vectors.square().sum(1) if is_l2 else vectors.new_zeros(len(vectors))
-        measure(probed, records, Queries(vectors, squares, 2.0 if is_l2 else 1.0), found)
+        measure_distances(probed, records, Queries(vectors, squares, 2.0 if is_l2 else 1.0), found)
 
     def _make_records(self, middle: Tensor, metric: Metric) -> Records:
-        """Return all records with norms and tokens, ready for the comparison in `device_search.measure`.
+        """Return all records with norms and tokens, ready for `device_search.measure_distances`.
 
         Args:
             middle: vector that is subtracted from keys and queries before they are compared, shape (dim,). It
@@ -221,7 +221,7 @@ class DeviceKeys:
         else:
             middle = torch.zeros_like(middle)
             norms.append(torch.zeros(len(self._values), device=device))
-        tokens = torch.from_numpy(tokens_of(self._ids).astype(np.int32)).to(device)
+        tokens = torch.from_numpy(tokens_from_ids(self._ids).astype(np.int32)).to(device)
         all_rows = self._all
         return Records(
             self._values, decode, middle, torch.cat(norms), tokens, all_rows.starts, None, all_rows.largest,
@@ -371,7 +371,7 @@ def _make_decoder(codec: Codec, device: torch.device) -> Callable[[Tensor], Tens
 
     Returns:
         A function that converts codes, uint8, shape (..., size), to approximate rotated keys, float32, shape
-        (..., width), as `Codec.turned` does.
+        (..., width), as `Codec.decode_rotated` does.
     """
     if not isinstance(codec, ProductCodec):
         return lambda codes: codes[..., 4:].view(torch.int8) * codes[..., :4].contiguous().view(torch.float32)

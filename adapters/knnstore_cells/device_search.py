@@ -7,7 +7,8 @@ the device (`DeviceVisits`), and no shape depends on a result: a query that prob
 as the p largest cells have records.
 
 If Triton is installed and the device is a GPU, the kernels of `knnstore_cells.kernels` do the work. Otherwise
-`measure_plainly` and `sum_plainly` do it, with operations of torch; so they do after an error of a kernel.
+`measure_with_torch` and `sum_with_torch` do it, with operations of torch; so they do after an error of a
+kernel.
 """
 
 import logging
@@ -64,12 +65,12 @@ class DeviceVisits(NamedTuple):
         sums: Tensor = _run_kernel(
             self.distances.device,
             lambda kernels: kernels.sum_by_token(*arguments),
-            lambda: sum_plainly(*arguments),
+            lambda: sum_with_torch(*arguments),
         )
         return sums
 
 
-def measure(probed: Probed, records: Records, queries: Queries, found: Found) -> None:
+def measure_distances(probed: Probed, records: Records, queries: Queries, found: Found) -> None:
     """Compute the distances of queries to the records of the cells that they probe.
 
     Args:
@@ -79,7 +80,7 @@ def measure(probed: Probed, records: Records, queries: Queries, found: Found) ->
         found: filled; a column without a record is not changed.
     """
     if records.books is None and records.values.dtype != torch.float16:  # no kernel reads such values
-        measure_plainly(probed, records, queries, found)
+        measure_with_torch(probed, records, queries, found)
         return
 
     def measure_with(kernels: Any) -> None:
@@ -90,12 +91,12 @@ def measure(probed: Probed, records: Records, queries: Queries, found: Found) ->
             kernels.measure_codes(probed, records, make_tables(queries, records), queries, found)
 
     _run_kernel(
-        found.distances.device, measure_with, lambda: measure_plainly(probed, records, queries, found)
+        found.distances.device, measure_with, lambda: measure_with_torch(probed, records, queries, found)
     )
 
 
-def measure_plainly(probed: Probed, records: Records, queries: Queries, found: Found) -> None:
-    """Fill in distances and tokens as `measure` does, with torch: decode each column's key, and multiply."""
+def measure_with_torch(probed: Probed, records: Records, queries: Queries, found: Found) -> None:
+    """Fill in distances and tokens as `measure_distances` does, with torch: decode and multiply keys."""
     columns = torch.arange(found.distances.shape[1], device=found.distances.device)
     step = max(1, _COMPONENTS_AT_ONCE // max(1, len(columns) * len(records.middle)))
     for start in range(0, len(found.distances), step):
@@ -117,7 +118,7 @@ def measure_plainly(probed: Probed, records: Records, queries: Queries, found: F
         found.tokens[part] = records.tokens[rows].where(is_record, found.tokens[part])
 
 
-def sum_plainly(
+def sum_with_torch(
     distances: Tensor, tokens: Tensor, nearest: Tensor, temperatures: Tensor, vocabulary: int
 ) -> Tensor:
     """Sum the weights of each token's records as `DeviceVisits.sum_by_token` does, with operations of torch.
@@ -189,7 +190,7 @@ def _load_kernels(device: torch.device) -> Any:
     try:
         from knnstore_cells import kernels
 
-        if agree(kernels, device):
+        if verify_kernels(kernels, device):
             return kernels
         problem = "their results differ from those of torch"
     except Exception as error:  # of a compiler, a driver, or a version of Triton that is not known
@@ -198,8 +199,8 @@ def _load_kernels(device: torch.device) -> Any:
     return None
 
 
-def agree(kernels: Any, device: torch.device) -> bool:
-    """Check on a small example that the kernels compute what `measure_plainly` and `sum_plainly` compute.
+def verify_kernels(kernels: Any, device: torch.device) -> bool:
+    """Check on a small example that the kernels compute what the functions of torch compute.
 
     Args:
         kernels: the module `knnstore_cells.kernels`.
@@ -238,13 +239,13 @@ def agree(kernels: Any, device: torch.device) -> bool:
     ):
         queries = Queries(vectors, squares, factor)
         expected, found = (Found.create(3, rows, device) for _ in range(2))
-        measure_plainly(probed, records, queries, expected)
+        measure_with_torch(probed, records, queries, expected)
         if records.books is None:
             kernels.measure_keys(probed, records, queries, found)
         else:
             kernels.measure_codes(probed, records, make_tables(queries, records), queries, found)
         arguments = *expected, expected.distances.amin(1), temperatures.expand(3, -1), 7
-        sums = [add_up(*arguments) for add_up in (sum_plainly, kernels.sum_by_token)]
+        sums = [add_up(*arguments) for add_up in (sum_with_torch, kernels.sum_by_token)]
         pairs = [*zip(found, expected, strict=True), sums]
         if not all(torch.allclose(one, other, rtol=1e-3, atol=1e-3) for one, other in pairs):
             return False

@@ -73,7 +73,7 @@ class Cells(NamedTuple):
     """Number of matching records of each cell, in descending order, shape (cells,)."""
 
     @classmethod
-    def of(cls, centers: Tensor, counts: NDArray[np.int64]) -> Self:
+    def select_nonempty(cls, centers: Tensor, counts: NDArray[np.int64]) -> Self:
         """Select the cells (clusters of near keys) of a group that have a matching record.
 
         Args:
@@ -161,8 +161,8 @@ class CellGroup:
         self.counts = np.zeros(0, np.int64)
         """Number of records of each cell, shape (cells,); deleted and replaced records do not count."""
 
-    def holds(self, segments: Sequence[Segment]) -> bool:
-        """Check whether `segments` is the object of the last successful `update`; see `GroupSearch.holds`."""
+    def holds_segments(self, segments: Sequence[Segment]) -> bool:
+        """Check whether `segments` is the object of the last successful `update`."""
         return self._segments is segments
 
     def update(self, segments: Sequence[Segment]) -> None:
@@ -284,7 +284,7 @@ class CellGroup:
         """
         counts, cached = self.count_matching(ids), self._with_records
         if cached is None or cached[0] is not counts:
-            cached = self._with_records = counts, Cells.of(self.centers, counts)
+            cached = self._with_records = counts, Cells.select_nonempty(self.centers, counts)
         return cached[1]
 
     def read_cell(self, number: int) -> Cell:
@@ -330,14 +330,14 @@ class CellGroup:
         file = self._codec_file
         assert file is not None
         cell_parts: list[list[CodedCell]] = [[] for _ in numbers]
-        for segment, rows in self._iterate_rows(numbers):
+        for segment, rows in self._iterate_cell_records(numbers):
             all_rows, ends = np.concatenate(rows), np.cumsum([len(cell_rows) for cell_rows in rows])[:-1]
             ids = np.split(segment.columns.ids_at(all_rows), ends)
             codes = np.split(segment.columns.codes_at(all_rows, file), ends)
             for parts_of_cell, cell_ids, cell_codes in zip(cell_parts, ids, codes, strict=True):
                 parts_of_cell.append(CodedCell(cell_ids, cell_codes))
         empty = CodedCell(np.empty(0, np.int64), np.empty((0, file.codec.size), np.uint8))
-        return [CodedCell.joined(parts_of_cell or [empty]) for parts_of_cell in cell_parts]
+        return [CodedCell.concatenate(parts_of_cell or [empty]) for parts_of_cell in cell_parts]
 
     def visit_on_device(
         self, visitors: QueriesByCell, queries: Tensor, ids: IdRanges | None
@@ -364,7 +364,7 @@ class CellGroup:
         """Largest token of the records on the device; 0 without records."""
         return max([part.on_device.largest_token for part in self._parts if part.on_device], default=0)
 
-    def measure(self, probed: Probed, queries: Tensor, ids: IdRanges | None, found: Found) -> None:
+    def measure_distances(self, probed: Probed, queries: Tensor, ids: IdRanges | None, found: Found) -> None:
         """Compute the distances of a few queries to the records of their cells; do not wait for the device.
 
         A cell is a cluster of records with near keys. The keys must be in the memory of the device.
@@ -381,7 +381,7 @@ class CellGroup:
             vectors, middle = (
                 (self.rotate(queries), self.middle) if keys.is_coded else (queries, self.centers.mean(0))
             )
-            keys.measure(Probed(cells, columns), vectors, order, middle, self.metric, found)
+            keys.measure_distances(Probed(cells, columns), vectors, order, middle, self.metric, found)
             # The records of the next segment follow those of this one.
             columns = columns + (order.starts[used + 1] - order.starts[used]).where(cells >= 0, 0)
 
@@ -423,7 +423,7 @@ class CellGroup:
         Returns:
             The centers, float32, shape (cells, dim).
         """
-        cell_count = self._policy.cells_for(self.rows)
+        cell_count = self._policy.choose_cell_count(self.rows)
         known_centers = [
             (segment.rows, cells.centers)
             for segment, cells in zip(segments, found_cells, strict=True)
@@ -496,7 +496,7 @@ class CellGroup:
             squared norms of these keys.
         """
         ids, keys = [], []
-        for segment, (rows,) in self._iterate_rows([number]):
+        for segment, (rows,) in self._iterate_cell_records([number]):
             ids.append(segment.columns.ids_at(rows))
             keys.append(self._read_rotated_keys(segment, rows))
         keys_of_cell = torch.cat([self.origins[:0], *keys]) - self.middle
@@ -506,7 +506,9 @@ class CellGroup:
             np.concatenate([np.empty(0, np.int64), *ids]), in_columns, (keys_of_cell * keys_of_cell).sum(1)
         )
 
-    def _iterate_rows(self, numbers: Sequence[int]) -> Iterator[tuple[Segment, list[NDArray[np.int64]]]]:
+    def _iterate_cell_records(
+        self, numbers: Sequence[int]
+    ) -> Iterator[tuple[Segment, list[NDArray[np.int64]]]]:
         """Find the records of several cells (clusters of near keys) in each segment of the group.
 
         A segment is an immutable set of records; row i is its i-th record. Deleted and replaced records are
@@ -520,7 +522,7 @@ class CellGroup:
             order of `numbers`, the row numbers of the cell's records in the segment.
         """
         for segment, cells, alive, _ in self._parts:
-            row_lists = cells.rows_in(numbers)
+            row_lists = cells.rows_of_cells(numbers)
             if alive is not None:
                 row_lists = [rows[alive[rows]] for rows in row_lists]
             if any(len(rows) for rows in row_lists):
@@ -540,7 +542,7 @@ class CellGroup:
         """
         columns, file = segment.columns, self._codec_file
         if file is not None and columns.codec_file is file:
-            return torch.from_numpy(file.codec.turned(columns.codes_at(rows, file)))
+            return torch.from_numpy(file.codec.decode_rotated(columns.codes_at(rows, file)))
         return self.rotate(torch.from_numpy(columns.keys_at(rows).astype(np.float32)))
 
 

@@ -50,7 +50,7 @@ class SegmentCells:
         """All row numbers of the segment, sorted by cell, then by number, int32, shape (rows,)."""
         return np.argsort(self.owners, kind="stable").astype(np.int32)
 
-    def rows_in(self, cells: Sequence[int]) -> list[NDArray[np.int64]]:
+    def rows_of_cells(self, cells: Sequence[int]) -> list[NDArray[np.int64]]:
         """Return the row numbers of several cells (clusters of near keys): one array for each cell.
 
         The row numbers of a cell are ascending, int64, and include the rows of deleted records.
@@ -91,7 +91,7 @@ class SegmentCells:
         owners = np.frombuffer(rest.tobytes(), np.uint16)
         if owners.max(initial=0) >= cells:
             raise CorruptDatastoreError(f"{file.path} belongs to other keys")
-        return cls(codec.turned(codes.reshape(cells, -1)), owners)
+        return cls(codec.decode_rotated(codes.reshape(cells, -1)), owners)
 
     def write(self, path: Path) -> None:
         """Write the cell centers and the cell of each record to an index file.

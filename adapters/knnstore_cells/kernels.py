@@ -13,9 +13,9 @@ and the programs of the first pair of a cell read its records and compare them w
 The sums need the distance of the nearest record, so that no sum overflows. So they are a second kernel, which
 reads 8 bytes for each record, and not the codes again. No function here waits for the GPU.
 
-The results are those of `measure_plainly` and `sum_plainly` in `knnstore_cells.device_search`, but for the
-last digits: sums are added in another order, and atomic additions in an order that changes from run to run.
-The kernels have run in Triton's interpreter only (`TRITON_INTERPRET=1`), not on a GPU.
+The results are those of `measure_with_torch` and `sum_with_torch` in `knnstore_cells.device_search`, but for
+the last digits: sums are added in another order, and atomic additions in an order that changes from run to
+run. The kernels have run in Triton's interpreter only (`TRITON_INTERPRET=1`), not on a GPU.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -62,7 +62,7 @@ class Pairs(NamedTuple):
 
 
 def measure_codes(probed: Probed, records: Records, tables: Tensor, queries: Queries, found: Found) -> None:
-    """Fill in distances and tokens for codes of a product quantizer; same result as `device_search.measure`.
+    """Fill in distances and tokens for codes of a product quantizer, as `measure_distances` does.
 
     Args:
         probed: the cells that each query probes.
@@ -81,7 +81,7 @@ def measure_codes(probed: Probed, records: Records, tables: Tensor, queries: Que
 
 
 def measure_keys(probed: Probed, records: Records, queries: Queries, found: Found) -> None:
-    """Fill in distances and tokens for keys in half precision; same result as `device_search.measure`.
+    """Fill in distances and tokens for keys in half precision, as `measure_distances` does.
 
     Args:
         probed: the cells that each query probes.
@@ -100,7 +100,7 @@ def measure_keys(probed: Probed, records: Records, queries: Queries, found: Foun
 def sum_by_token(
     distances: Tensor, tokens: Tensor, nearest: Tensor, temperatures: Tensor, vocabulary: int
 ) -> Tensor:
-    """Sum the weights of each token's records; same result as `device_search.sum_plainly`.
+    """Sum the weights of each token's records; same result as `device_search.sum_with_torch`.
 
     Args:
         distances: distances of each query's records, float32, shape (q, r), contiguous; +inf for no record.

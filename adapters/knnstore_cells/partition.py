@@ -51,7 +51,7 @@ def fit_centers(segments: list[Segment], cells: int) -> Keys:
             keys[:: max(1, len(keys) // _MOST_SAMPLE)], _count_parts(cells), _ROUNDS, generator
         )
         owners = NearestCenter(parts)(keys)
-        shares = _divide_cells(torch.bincount(owners, minlength=len(parts)), cells)
+        shares = _divide_cells_proportionally(torch.bincount(owners, minlength=len(parts)), cells)
         centers = torch.cat(
             [
                 _fit_k_means(keys[owners == part], share, _ROUNDS, generator)
@@ -61,7 +61,7 @@ def fit_centers(segments: list[Segment], cells: int) -> Keys:
         )
         centers = _move_centers(keys, centers, generator)
     codec = RoundedCodec(centers.shape[1])
-    return codec.turned(codec.encode(centers.numpy()))
+    return codec.decode_rotated(codec.encode(centers.numpy()))
 
 
 class NearestCenter:
@@ -84,7 +84,7 @@ class NearestCenter:
             keys: float32, shape (n, dim); n may be 0.
         """
         compare_all = len(self.centers) <= _ALL_COMPARED
-        search, size = (self._search_all, _IN_CACHE) if compare_all else (self._search_parts, CHUNK)
+        search, size = (self._find_nearest_centers, _IN_CACHE) if compare_all else (self._search_parts, CHUNK)
         parts = [search(chunk) for chunk in torch.split(keys, size)]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
@@ -102,7 +102,7 @@ class NearestCenter:
         used = torch.unique(owners)
         return parts[used], [(owners == part).nonzero()[:, 0] for part in used.tolist()]
 
-    def _search_all(self, keys: Tensor) -> Tensor:
+    def _find_nearest_centers(self, keys: Tensor) -> Tensor:
         """Return for each key the index of its nearest center, by comparing each key with all centers.
 
         Args:
@@ -186,7 +186,7 @@ def _count_parts(cells: int) -> int:
     return 1 << (cells.bit_length() // 2)
 
 
-def _divide_cells(counts: Tensor, cells: int) -> list[int]:
+def _divide_cells_proportionally(counts: Tensor, cells: int) -> list[int]:
     """Divide cells (clusters of near keys) among parts in proportion to the parts' numbers of keys.
 
     Args:

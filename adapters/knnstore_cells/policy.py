@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from knnstore.datastore import Coding, checked_kind, checked_params, sample_size
+from knnstore.datastore import Coding, sample_size, validate_kind, validate_params
 from knnstore.errors import ConfigError
 
 _MOST_CELLS = 1 << 16
@@ -58,7 +58,7 @@ class Policy:
             ConfigError: a parameter is unknown or has a bad value.
         """
         accepted = {field.name: field.default for field in fields(cls)}
-        policy = cls(**checked_params("cells", params, accepted))
+        policy = cls(**validate_params("cells", params, accepted))
         for name, most in _MOST.items():
             value = getattr(policy, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
@@ -68,10 +68,10 @@ class Policy:
                 f"cells: device must be auto, none, or a device of torch, got {policy.device!r}"
             )
         if policy.codes not in ("auto", "none"):
-            checked_kind(policy.codes)
+            validate_kind(policy.codes)
         return policy
 
-    def coding_for(self, dim: int) -> Coding | None:
+    def choose_coding(self, dim: int) -> Coding | None:
         """Return how the keys of large groups (sets of records) are compressed to codes.
 
         Args:
@@ -88,7 +88,7 @@ class Policy:
         least = self.coded_from or sample_size(dim)
         return None if kind == "none" else Coding(kind, least, max(least, _WAITING // max(1, 2 * dim)))
 
-    def cells_for(self, group_rows: int) -> int:
+    def choose_cell_count(self, group_rows: int) -> int:
         """Return the number of cells (clusters of near keys) for a group of records.
 
         If the parameter `cells` is not 0, the result is this parameter, but at most the number of records.
@@ -121,9 +121,9 @@ class Policy:
             most 512 records is very small, unless the parameter `cells` is set.
         """
         small = 0 if self.cells else _ONE_CELL_UP_TO // _LEAST_SHARE
-        return self.cells_for(group_rows) > 1 and rows > small
+        return self.choose_cell_count(group_rows) > 1 and rows > small
 
-    def probes_for(self, k: int, cells: int, rows: int) -> int:
+    def choose_probe_count(self, k: int, cells: int, rows: int) -> int:
         """Return the number of cells (clusters of near keys) that a search for k neighbors visits.
 
         If the parameter `probes` is not 0, the result is this parameter. Otherwise the result is the number

@@ -43,7 +43,7 @@ class CodedCell(NamedTuple):
     """Codes (compressed keys), uint8, shape (r, size)."""
 
     @classmethod
-    def joined(cls, parts: Sequence[Self]) -> Self:
+    def concatenate(cls, parts: Sequence[Self]) -> Self:
         """Concatenate lists of records of one cell into one list, in the order of the lists.
 
         Args:
@@ -99,7 +99,7 @@ class _PreparedQueries(NamedTuple):
     """|query - middle|² of each query, shape (q,)."""
 
     @classmethod
-    def of(
+    def prepare(
         cls, queries: Keys, cells: NDArray[np.int64], middle: Keys, centers: Tensor, metric: Metric
     ) -> Self:
         """Compute the products of each query with the codec's centers, and its squared length.
@@ -191,7 +191,7 @@ class CodeScanner:
         Raises:
             InvalidVectorError: an inner product is not finite, because a query is too large.
         """
-        prepared = _PreparedQueries.of(queries, cells, self._middle, self._centers, self._metric)
+        prepared = _PreparedQueries.prepare(queries, cells, self._middle, self._centers, self._metric)
         with self._room.wait_to_grow():
             self._load_cells(prepared.cells, read)
             ids, distances = self._compute_distances(prepared)
@@ -216,7 +216,7 @@ class CodeScanner:
         Raises:
             InvalidVectorError: an inner product is not finite, because a query is too large.
         """
-        prepared = _PreparedQueries.of(queries, cells, self._middle, self._centers, self._metric)
+        prepared = _PreparedQueries.prepare(queries, cells, self._middle, self._centers, self._metric)
         queries_of_cell: dict[int, list[tuple[int, int]]] = {}
         # Queries with the same nearest cell stand together, so that cells without room are read less often.
         order = cells[:, 0].argsort(kind="stable").tolist()
@@ -245,7 +245,7 @@ class CodeScanner:
                         visits[number].distances[filled_rows[number]] = distances[offset : offset + length]
                         filled_rows[number] += 1
                         offset += length
-        return [Visits.of(visits[number]) for number in sorted(visits)]
+        return [Visits.from_visit(visits[number]) for number in sorted(visits)]
 
     def forget(self) -> None:
         """Drop the codes of all cells (clusters of near keys) from memory; the next scan reads them again.
@@ -310,7 +310,7 @@ class CodeScanner:
         if not missing:
             return
         for number, (ids, codes) in zip(missing, read(missing), strict=True):
-            relative_keys = self._codec.turned(codes) - self._middle
+            relative_keys = self._codec.decode_rotated(codes) - self._middle
             parts, pointer = np.ascontiguousarray(codes[:, 1:]), self._faiss.swig_ptr
             if len(ids):
                 self._index.invlists.add_entries(number, len(ids), pointer(ids), pointer(parts))

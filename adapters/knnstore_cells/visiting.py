@@ -43,12 +43,12 @@ class CellSearch(CellGroup):
         counts = self.count_matching(ids)
         total, cells = int(counts.sum()), int((counts > 0).sum())
         if total == 0 or not len(queries):
-            return Neighbors.nothing(len(queries), k)
-        probes = cells if total <= max(_SMALL, 4 * k) else self._policy.probes_for(k, cells, total)
+            return Neighbors.all_missing(len(queries), k)
+        probes = cells if total <= max(_SMALL, 4 * k) else self._policy.choose_probe_count(k, cells, total)
         neighbors = self._search_cells(queries, k, ids, probes)
         short = np.flatnonzero(neighbors.ids[:, min(k, total) - 1] < 0)
         if len(short):  # the visited cells hold fewer than k matching records
-            neighbors.put(short, self._search_cells(queries[short], k, ids, cells))
+            neighbors.replace_rows(short, self._search_cells(queries[short], k, ids, cells))
         return neighbors
 
     def _search_cells(self, queries: Keys, k: int, ids: IdRanges | None, probes: int) -> Neighbors:
@@ -63,8 +63,8 @@ class CellSearch(CellGroup):
         for start in range(0, len(queries), step):
             batch = queries[start : start + step]
             visits = visit_cells([self], batch, probes, ids)
-            parts.append(Neighbors.visited(visits, len(batch)).nearest(k))
-        return Neighbors.joined(parts, axis=0)
+            parts.append(Neighbors.from_visits(visits, len(batch)).select_nearest(k))
+        return Neighbors.concatenate(parts, axis=0)
 
 
 def measure_on_device(
@@ -106,7 +106,7 @@ def measure_on_device(
             index = nearest - first
             numbers = group_cells.numbers_on_device[index.clamp(0, count - 1)]
             cells = numbers.where((index >= 0) & (index < count), -1)
-            group.measure(Probed(cells, begins), queries, ids, found)
+            group.measure_distances(Probed(cells, begins), queries, ids, found)
         first += count
     if metric is Metric.L2:
         found.distances.clamp_(min=0)
@@ -162,7 +162,9 @@ def visit_cells(
             if len(groups) == 1 or (numbers >= 0).any():
                 arguments = group.rotate(query_tensor).numpy(), numbers, group.read_codes
                 scanned += [scanner.scan(*arguments)] if is_small_batch else scanner.scan_by_cell(*arguments)
-        return scanned if ids is None else [stack.only(ids.contains(stack.ids)) for stack in scanned]
+        return (
+            scanned if ids is None else [stack.select_records(ids.contains(stack.ids)) for stack in scanned]
+        )
     # 2) A single query without a device: all its cells make one visit.
     owners = np.repeat(np.arange(len(groups)), [len(group_cells.numbers) for group_cells in cells_of_groups])
     relative_queries = cache(lambda owner: groups[owner].rotate(query_tensor) - groups[owner].middle)
@@ -172,7 +174,7 @@ def visit_cells(
         visited = [
             (groups[owners[row]], relative_queries(owners[row]), int(numbers_of_all[row])) for row in rows
         ]
-        return [Visits.of(_visit_single_query(visited, ids))]
+        return [Visits.from_visit(_visit_single_query(visited, ids))]
     # 3) Sort the queries by cell, and compare each cell's queries with its records, on the device if any.
     order = nearest.flatten().argsort(stable=True)
     sorted_queries = order.div(nearest.shape[1], rounding_mode="floor")
@@ -199,7 +201,9 @@ def visit_cells(
             distances += squares(owners[row])[query_rows, None]
             distances.clamp_(min=0)
         cell_ranks = None if ranks is None else ranks[position : position + len(query_rows)]
-        visits.append(Visits.of(Visit(query_rows.numpy(), found_ids, distances.numpy(), ranks=cell_ranks)))
+        visits.append(
+            Visits.from_visit(Visit(query_rows.numpy(), found_ids, distances.numpy(), ranks=cell_ranks))
+        )
         position += len(query_rows)
     return visits
 

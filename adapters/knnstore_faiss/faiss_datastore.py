@@ -36,12 +36,12 @@ from knnstore.datastore import (
     Segment,
     StoredFile,
     StoredKeys,
-    checked_params,
     compare_rows,
     free_space,
-    paired,
+    paired_distances,
+    validate_params,
 )
-from knnstore.datastore import nearest_rows as nearest_rows_by_numpy
+from knnstore.datastore import find_nearest_rows as nearest_rows_by_numpy
 from knnstore.errors import ConfigError, CorruptDatastoreError, DatastoreError
 
 METRICS = {Metric.L2: faiss.METRIC_L2, Metric.IP: faiss.METRIC_INNER_PRODUCT}
@@ -139,9 +139,9 @@ class Policy:
             _warn_of_ignored(", ".join(ignored))
         params = {name: value for name, value in params.items() if name not in _REMOVED}
         accepted = {field.name: field.default for field in fields(cls)}
-        policy = cls(**checked_params("faiss", params, accepted, minima={"nprobe": 0, "rerank": 0}))
+        policy = cls(**validate_params("faiss", params, accepted, minima={"nprobe": 0, "rerank": 0}))
         if policy.index not in ("auto", "exact"):
-            new_index(policy.index, dim, metric)
+            create_empty_index(policy.index, dim, metric)
         return policy
 
     def is_group_indexed(self, group_rows: int) -> bool:
@@ -226,7 +226,7 @@ def _warn_of_ignored(names: str) -> None:
     _log.warning("faiss: this version ignores the parameter %s: distances are always exact", names)
 
 
-def new_index(factory: str, dim: int, metric: Metric) -> faiss.IndexIVF:
+def create_empty_index(factory: str, dim: int, metric: Metric) -> faiss.IndexIVF:
     """Create an empty, untrained inverted file of FAISS, and limit the work of its training.
 
     An inverted file is an index that divides keys into lists of near keys.
@@ -271,7 +271,7 @@ def new_index(factory: str, dim: int, metric: Metric) -> faiss.IndexIVF:
 faiss.cvar.distance_compute_blas_threshold = 1
 
 
-def nearest_rows(queries: Keys, keys: Keys, k: int, metric: Metric, norms: Distances) -> Neighbors:
+def find_nearest_rows(queries: Keys, keys: Keys, k: int, metric: Metric, norms: Distances) -> Neighbors:
     """Find the k nearest rows of a matrix of keys for each query exactly, on all CPU cores.
 
     The same vector, such as the mean key, may have been subtracted from queries and keys.
@@ -341,7 +341,7 @@ def build_index(segment: Segment, factory: str, dim: int, metric: Metric, path: 
         DatastoreError: FAISS cannot build or write the index.
         OSError: the disk is full.
     """
-    index = new_index(factory, dim, metric)
+    index = create_empty_index(factory, dim, metric)
     keys = segment.columns.keys
     size = min(segment.rows, index.cp.max_points_per_centroid * index.nlist)
     sample = np.sort(np.random.default_rng(0).choice(segment.rows, size, replace=False))
@@ -377,7 +377,7 @@ def has_enough_rows(factory: str, rows: int, dim: int, metric: Metric) -> bool:
     Raises:
         ConfigError: FAISS does not know the factory string, or it is not a plain inverted file.
     """
-    return rows >= max(8 * int(new_index(factory, dim, metric).nlist), 256)
+    return rows >= max(8 * int(create_empty_index(factory, dim, metric).nlist), 256)
 
 
 class InvertedIndex:
@@ -414,7 +414,7 @@ class InvertedIndex:
         self._live = segment.live_rows()
         self._live_selector = _make_selector(self._live, segment.rows)
 
-    def matching(self, ids: IdRanges | None) -> IdRanges:
+    def select_records(self, ids: IdRanges | None) -> IdRanges:
         """Select live records by id (None: all); returns their row numbers in the segment, as ranges."""
         return self._live if ids is None else self.segment.live_rows(ids)
 
@@ -425,7 +425,7 @@ class InvertedIndex:
         all lists.
         """
         if matching.size <= max(_FEW_ROWS, 4 * k):
-            return compare_rows(self.segment, matching, queries, k, self._metric, nearest_rows)
+            return compare_rows(self.segment, matching, queries, k, self._metric, find_nearest_rows)
         lists, rows = self._index.nlist, self.segment.rows
         selector = self._live_selector if matching is self._live else _make_selector(matching, rows)
         candidates = self._policy.count_candidates(k, matching.size, coarse=self._coarse)
@@ -433,8 +433,8 @@ class InvertedIndex:
         neighbors = self._search_lists(queries, k, selector, probes, candidates)
         short = np.flatnonzero(neighbors.ids[:, -1] < 0)
         if len(short):  # the visited lists have too few matching rows, so all lists are visited
-            neighbors.put(short, self._search_lists(queries[short], k, selector, lists, candidates))
-        return neighbors.named(self._columns.ids)
+            neighbors.replace_rows(short, self._search_lists(queries[short], k, selector, lists, candidates))
+        return neighbors.map_rows_to_ids(self._columns.ids)
 
     def _search_lists(
         self, queries: Keys, k: int, selector: faiss.IDSelector | None, probes: int, candidates: int
@@ -483,8 +483,8 @@ class InvertedIndex:
         for query, rows, distances in zip(queries, candidates.ids, candidates.distances, strict=True):
             present = rows >= 0
             keys = self._columns.keys_at(rows[present]).astype(np.float32)
-            distances[present] = paired(query, keys, self._metric)
-        return candidates.nearest(k)
+            distances[present] = paired_distances(query, keys, self._metric)
+        return candidates.select_nearest(k)
 
 
 def _read_index(root: Path, file: StoredFile, segment: Segment, dim: int, metric: Metric) -> faiss.IndexIVF:
@@ -572,7 +572,7 @@ class FaissDatastore(EmbeddedDatastore):
     _policy: Policy
 
     def __init__(self, segments: KeySegments, dim: int, metric: Metric, policy: Policy) -> None:
-        super().__init__(segments, dim, metric, policy, nearest=nearest_rows)
+        super().__init__(segments, dim, metric, policy, nearest=find_nearest_rows)
 
     @classmethod
     def _make_policy(cls, params: dict[str, Any], dim: int, metric: Metric) -> Policy:

@@ -28,8 +28,8 @@ from knnstore.datastore import (
     Neighbors,
     Segment,
     StoredKeys,
-    checked_params,
     compare_rows,
+    validate_params,
 )
 from knnstore.errors import ConfigError, CorruptDatastoreError, DatastoreError
 
@@ -94,7 +94,7 @@ class Policy:
         """
         accepted = {field.name: field.default for field in fields(cls)}
         minima = {"M": 2, "ef_construction": 1, "ef": 1, "exact_up_to": 0}
-        policy = cls(**checked_params("hnswlib", params, accepted, minima=minima))
+        policy = cls(**validate_params("hnswlib", params, accepted, minima=minima))
         if policy.M > _LARGEST_M:
             raise ConfigError(f"hnswlib: M must be at most {_LARGEST_M}, got {policy.M}")
         return policy
@@ -156,7 +156,7 @@ class Members:
         """Number of nodes with at least one of these rows."""
         self._every_node_once = self.nodes == len(numbers) == len(first)
 
-    def nearest(self, nodes: NDArray[np.int64], distances: Distances, k: int) -> Neighbors:
+    def convert_nodes_to_neighbors(self, nodes: NDArray[np.int64], distances: Distances, k: int) -> Neighbors:
         """Convert the nodes that a graph search has found to the k nearest rows of the segment.
 
         A node without allowed rows is skipped, and a node with several rows gives all its rows.
@@ -171,13 +171,13 @@ class Members:
             have fewer than k allowed rows, each missing neighbor has row number -1 and distance +inf.
         """
         if self._every_node_once:
-            return Neighbors(nodes[:, :k], distances[:, :k]).padded(k)
+            return Neighbors(nodes[:, :k], distances[:, :k]).pad_columns(k)
         counts = self.counts[nodes]
-        neighbors = Neighbors(self._any_row[nodes[:, :k]], distances[:, :k].copy()).padded(k)
+        neighbors = Neighbors(self._any_row[nodes[:, :k]], distances[:, :k].copy()).pad_columns(k)
         # Queries whose first k nodes have one row each are done.
         rest = np.flatnonzero((counts[:, :k] != 1).any(axis=1) | (nodes.shape[1] < k))
         if len(rest):
-            neighbors.put(rest, self._expand_nodes(nodes[rest], distances[rest], counts[rest], k))
+            neighbors.replace_rows(rest, self._expand_nodes(nodes[rest], distances[rest], counts[rest], k))
         return neighbors
 
     def _expand_nodes(
@@ -185,7 +185,8 @@ class Members:
     ) -> Neighbors:
         """Replace each found node by its allowed rows, and return the first k rows of each query.
 
-        This is the slow path of `nearest`, for nodes that have no allowed row or several rows.
+        This is the slow path of `convert_nodes_to_neighbors`, for nodes that have no allowed row or several
+        rows.
 
         Args:
             nodes: numbers of the nodes found for each query, nearest first, shape (q, f).
@@ -206,7 +207,7 @@ class Members:
         is_used = column < k
         target = np.repeat(query, counts)[is_used], column[is_used]
         starts = np.repeat(self._starts[nodes[query, position]], counts)
-        neighbors = Neighbors.nothing(len(nodes), k)
+        neighbors = Neighbors.all_missing(len(nodes), k)
         neighbors.ids[target] = self._rows[starts + offset][is_used]
         neighbors.distances[target] = np.repeat(distances[query, position], counts)[is_used]
         return neighbors
@@ -307,7 +308,7 @@ class GraphIndex:
             self._graph.mark_deleted(node)
         self._deleted[dead] = True
 
-    def matching(self, ids: IdRanges | None) -> Members:
+    def select_records(self, ids: IdRanges | None) -> Members:
         """Select live records by id (None: all), and return them as a map from nodes to rows.
 
         The result for the last `ids` is cached.
@@ -341,7 +342,7 @@ class GraphIndex:
                 break
             fetched *= 2
             repeated = self._search_nodes(queries[short], k, matching, fetched, is_exact_allowed=True)
-            neighbors.put(short, repeated)
+            neighbors.replace_rows(short, repeated)
         return neighbors
 
     def _search_nodes(
@@ -369,7 +370,7 @@ class GraphIndex:
         rows = (1 + _QUERIES_PER_READING / len(queries)) * matching.size
         if fetched >= self._live.nodes or (is_exact_allowed and rows < _ROWS_PER_CANDIDATE * visited):
             return compare_rows(self.segment, matching.rows, queries, k, self._metric)
-        return self._search_graph(queries, k, matching, fetched).named(self._columns.ids)
+        return self._search_graph(queries, k, matching, fetched).map_rows_to_ids(self._columns.ids)
 
     def _search_graph(self, queries: Keys, k: int, matching: Members, fetched: int) -> Neighbors:
         """Find the k nearest selected records among the nearest nodes of the graph.
@@ -392,12 +393,12 @@ class GraphIndex:
             nodes, distances = self._graph.knn_query(vectors, fetched)
         except RuntimeError:  # one query that reaches too few nodes makes hnswlib refuse the whole batch
             if len(queries) == 1:
-                return Neighbors.nothing(1, k)
+                return Neighbors.all_missing(1, k)
             halves = [self._search_graph(half, k, matching, fetched) for half in np.array_split(queries, 2)]
-            return Neighbors.joined(halves, axis=0)
+            return Neighbors.concatenate(halves, axis=0)
         if self._metric is Metric.IP:
             distances -= 1  # hnswlib's distance is 1 - qx
-        return matching.nearest(nodes.view(np.int64), distances, k)
+        return matching.convert_nodes_to_neighbors(nodes.view(np.int64), distances, k)
 
 
 def _compute_squared_norms(keys: Keys) -> Distances:

@@ -96,7 +96,7 @@ class Attempts:
         """
         return self._repeat_call(call, _WRITE_FACTOR * self._timeout)
 
-    def change(self, call: Callable[[], str]) -> None:
+    def change_points(self, call: Callable[[], str]) -> None:
         """Repeat a call that changes points until it returns ``completed``, within the limit of `write`.
 
         Any other status means that the server may make the change later or never. Errors are those of `read`.
@@ -122,7 +122,7 @@ class Attempts:
         until: float | None = getattr(self._attempt, "until", None)
         return self._timeout if until is None else max(until - time.monotonic(), 0.001)
 
-    def limit(
+    def send_within_time_limit(
         self, request: httpx.Request, send: Callable[[httpx.Request], httpx.Response]
     ) -> httpx.Response:
         """Send an HTTP request with the time that is left for the current call as its timeout.
@@ -149,7 +149,7 @@ class Attempts:
             DatastoreError: the error is not temporary, so the call is not repeated.
         """
         deadline = time.monotonic() + seconds
-        for pause in pauses():
+        for pause in yield_retry_pauses():
             self._attempt.until = min(time.monotonic() + self._timeout, deadline)
             try:
                 return call()
@@ -219,7 +219,7 @@ class Attempts:
         return DatastoreError(f"{self.place} refuses the request: {line}")
 
 
-def pauses() -> Iterator[float]:
+def yield_retry_pauses() -> Iterator[float]:
     """Yield the length in seconds of each pause between two attempts of a call, without end.
 
     The pauses begin at .05 seconds and double up to 2 seconds. Each pause is shortened by a random amount of
@@ -383,7 +383,7 @@ class Collection:
         """
         self.attempts.write(lambda: self.client.update_collection(self.name, metadata={OWNER: owner}))
 
-    def will_add(self, records: int) -> None:
+    def prepare_upload(self, records: int) -> None:
         """Count records that the caller is about to add, and postpone the server's indexing if they are many.
 
         From 100,000 added records on, indexing is postponed until `resume_indexing` or `index` is called.
@@ -420,7 +420,7 @@ class Collection:
             DatastoreError: the server reports that it cannot index.
         """
         self.resume_indexing()
-        for pause in pauses():
+        for pause in yield_retry_pauses():
             info = self.attempts.read(lambda: self.client.get_collection(self.name))
             if info.status == models.CollectionStatus.GREEN:
                 return
@@ -491,7 +491,7 @@ class Collection:
 
     def _index_payload(self, field: str, index: models.IntegerIndexParams) -> None:
         """Make the server create an index of a value of the payload, and wait until the index exists."""
-        self.attempts.change(
+        self.attempts.change_points(
             lambda: self.client.create_payload_index(self.name, field, index, wait=True).status.value
         )
 

@@ -23,9 +23,9 @@ from knnstore.datastore import (
     Keys,
     Metric,
     Neighbors,
-    positions_of,
-    ranges_of,
-    whole_positions,
+    find_whole_positions,
+    id_ranges_from_positions,
+    positions_from_ids,
 )
 from knnstore.errors import DatastoreError, InvalidVectorError
 from knnstore_qdrant.collection import GROUP, MARK, POSITION, UPLOAD, Collection
@@ -94,13 +94,13 @@ def condition_from_ranges(ranges: IdRanges, read_ids: Callable[[Condition], Ids]
         ranges: the ranges; no ranges give a condition that selects nothing.
         read_ids: function that returns the ids of all stored points that a condition selects.
     """
-    whole = whole_positions(ranges)
-    rest = ranges - ranges_of(whole.starts, whole.stops)
+    whole = find_whole_positions(ranges)
+    rest = ranges - id_ranges_from_positions(whole.starts, whole.stops)
     positions = tuple(whole)
     if rest.size <= _LISTED_IDS:
         return Condition(positions=positions, ids=tuple(rest.ids().tolist()))
     position_ranges = IdRanges(
-        np.stack([positions_of(rest.starts), positions_of(rest.stops - 1) + 1], axis=1)
+        np.stack([positions_from_ids(rest.starts), positions_from_ids(rest.stops - 1) + 1], axis=1)
     )
     stored = read_ids(Condition(positions=tuple(position_ranges)))
     return Condition(positions=positions, ids=tuple(stored[rest.contains(stored)].tolist()))
@@ -145,7 +145,7 @@ def _convert_hits(
         Record ids and distances, each of shape (q, k), nearest first. If a query has fewer than k hits, each
         missing neighbor has id -1 and distance +inf.
     """
-    neighbors = Neighbors.nothing(len(answers), k)
+    neighbors = Neighbors.all_missing(len(answers), k)
     for row, hits in enumerate(answers):
         neighbors.ids[row, : len(hits)] = [*map(attrgetter(id_attribute), hits)]
         neighbors.distances[row, : len(hits)] = [hit.score for hit in hits]
@@ -212,7 +212,7 @@ class ServerPoints:
                 "choose datatype float32"
             )
         if upload is None:
-            self._collection.will_add(len(ids))
+            self._collection.prepare_upload(len(ids))
         size = min(_BATCH_POINTS, max(1, _BATCH_BYTES // (4 * self._dim)))
         batches = [slice(start, start + size) for start in range(0, len(ids), size)]
         sent = [
@@ -242,11 +242,11 @@ class ServerPoints:
             vectors=keys.tolist(),
             payloads=[
                 {GROUP: group, POSITION: position, **common}
-                for group, position in zip(groups.tolist(), positions_of(ids).tolist(), strict=True)
+                for group, position in zip(groups.tolist(), positions_from_ids(ids).tolist(), strict=True)
             ],
         )
         update_filter = None if upload is None else _NEVER
-        self.attempts.change(
+        self.attempts.change_points(
             lambda: (
                 self._client.upsert(self._name, batch, wait=True, update_filter=update_filter).status.value
             )
@@ -282,7 +282,7 @@ class ServerPoints:
             condition: the points to delete; it must select at least one.
         """
         selector = models.FilterSelector(filter=_to_rest_filter(condition))
-        self.attempts.change(lambda: self._client.delete(self._name, selector, wait=True).status.value)
+        self.attempts.change_points(lambda: self._client.delete(self._name, selector, wait=True).status.value)
 
     def count(self, condition: Condition | None = None) -> int:
         """Return the exact number of points (stored vectors) that a condition selects; None for all."""
@@ -394,7 +394,7 @@ class GrpcPoints(ServerPoints):
             ids.tolist(),
             _iterate_vector_messages(keys),
             groups.tolist(),
-            positions_of(ids).tolist(),
+            positions_from_ids(ids).tolist(),
             strict=True,
         )
         points = [
@@ -413,7 +413,7 @@ class GrpcPoints(ServerPoints):
         request: Any = grpc.UpsertPoints(
             collection_name=self._name, points=points, wait=True, update_filter=update_filter
         )
-        self.attempts.change(lambda: _read_status(self._send_request("Upsert", request)))
+        self.attempts.change_points(lambda: _read_status(self._send_request("Upsert", request)))
 
     def query(self, queries: Keys, k: int, condition: Condition | None, *, exact: bool) -> Neighbors:
         """Find the k nearest points of each query with a single request over gRPC."""
@@ -443,7 +443,7 @@ class GrpcPoints(ServerPoints):
         """Delete the selected points over gRPC, and wait until the change is visible."""
         selector = grpc.PointsSelector(filter=_to_grpc_filter(condition))
         request: Any = grpc.DeletePoints(collection_name=self._name, points=selector, wait=True)
-        self.attempts.change(lambda: _read_status(self._send_request("Delete", request)))
+        self.attempts.change_points(lambda: _read_status(self._send_request("Delete", request)))
 
     def count(self, condition: Condition | None = None) -> int:
         """Return the exact number of points that a condition selects; None for all."""

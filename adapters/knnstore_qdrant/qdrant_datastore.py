@@ -34,11 +34,11 @@ from knnstore.datastore import (
     Metric,
     Mode,
     Neighbors,
-    checked_k,
-    checked_keys,
-    checked_records,
     read_keys,
     read_secret,
+    validate_k,
+    validate_keys,
+    validate_records,
 )
 from knnstore.errors import ConfigError, DatastoreClosedError, KnnstoreError, ReadOnlyError
 from knnstore_qdrant.collection import Attempts, Collection
@@ -154,7 +154,7 @@ class QdrantDatastore:
     @classmethod
     def record_size(cls, dim: int, **params: Any) -> int:
         """Return an estimate of the bytes that a record takes on the server's disk."""
-        return Options.from_params(params).point_size(dim)
+        return Options.from_params(params).estimate_point_size(dim)
 
     @classmethod
     def owner(cls, location: str | Path, **params: Any) -> str | None:
@@ -172,7 +172,7 @@ class QdrantDatastore:
             collection.client.close()
 
     @classmethod
-    def beside(cls, location: str | Path, **params: Any) -> dict[str, Any]:
+    def choose_copy_params(cls, location: str | Path, **params: Any) -> dict[str, Any]:
         """Choose an unused name for a copy of the collection on the same server. Creates nothing.
 
         The name is the name of the present collection, with the smallest free number from 2 on at its end,
@@ -224,7 +224,7 @@ class QdrantDatastore:
         records.
         """
         points = self._get_writable_points()
-        ids, keys, groups = checked_records(ids, keys, groups, self._dim)
+        ids, keys, groups = validate_records(ids, keys, groups, self._dim)
         if len(ids):
             points.upsert(ids, keys, groups)
 
@@ -242,7 +242,7 @@ class QdrantDatastore:
         points = self._get_writable_points()
         if not points.takes_uploads:
             raise ConfigError("uploads need a Qdrant server of version 1.16 or later")
-        ids, keys, groups = checked_records(ids, keys, groups, self._dim)
+        ids, keys, groups = validate_records(ids, keys, groups, self._dim)
         if len(ids):
             points.upsert(ids, keys, groups, name)
 
@@ -256,17 +256,17 @@ class QdrantDatastore:
 
         Arguments and result are those of `Datastore.search`.
         """
-        points, k = self._get_open_points(), checked_k(k)
-        queries = checked_keys(queries, self._dim, what="queries")
+        points, k = self._get_open_points(), validate_k(k)
+        queries = validate_keys(queries, self._dim, what="queries")
         condition = None if where is None else condition_from_filter(where, self._read_ids)
         if not len(queries) or (condition is not None and not condition):
-            return Neighbors.nothing(len(queries), k)
+            return Neighbors.all_missing(len(queries), k)
         size = max(1, _NEIGHBORS_AT_ONCE // k)
         batches = [
             self._search_batch(points, queries[start : start + size], k, condition)
             for start in range(0, len(queries), size)
         ]
-        return Neighbors.joined(batches, axis=0)
+        return Neighbors.concatenate(batches, axis=0)
 
     def delete(self, ids: IdRanges) -> None:
         """Delete every record whose id is in the ranges; ids without a record are ignored.
@@ -380,7 +380,7 @@ class QdrantDatastore:
         short = np.flatnonzero(neighbors.ids[:, -1] < 0)
         if len(short) and not points.exact_search:
             # Either few points match, or the graph of the matching points is not connected.
-            neighbors.put(short, points.query(queries[short], k, condition, exact=True))
+            neighbors.replace_rows(short, points.query(queries[short], k, condition, exact=True))
         return neighbors
 
     def _iterate_points(
@@ -454,7 +454,7 @@ def _connect_collection(location: str | Path, options: Options) -> Iterator[Coll
             "grpc.max_reconnect_backoff_ms": 1000,
         },
     )
-    client.http.client.add_middleware(attempts.limit)
+    client.http.client.add_middleware(attempts.send_within_time_limit)
     try:
         yield Collection(client, attempts, options)
     except BaseException:

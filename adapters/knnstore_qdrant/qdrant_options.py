@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any, Self, get_type_hints
 
-from knnstore.datastore import checked_params
+from knnstore.datastore import validate_params
 from knnstore.errors import ConfigError
 
 _CHOICES = {
@@ -85,7 +85,7 @@ class Options:
             ConfigError: a parameter is unknown, or its value is not allowed.
         """
         defaults = {field.name: field.default for field in fields(cls)}
-        values = checked_params("qdrant", params, accepted=defaults)
+        values = validate_params("qdrant", params, accepted=defaults)
         types = get_type_hints(cls)
         options = cls(**{name: _check_option(name, value, types[name]) for name, value in values.items()})
         for name, minimum in _MINIMA.items():
@@ -97,7 +97,7 @@ class Options:
             )
         return options
 
-    def point_size(self, dim: int) -> int:
+    def estimate_point_size(self, dim: int) -> int:
         """Return an estimate of the bytes that a record takes on the server's disk.
 
         The estimate includes vector, codes (compressed keys), payload, links in the graph, and log entry.

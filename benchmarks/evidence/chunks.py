@@ -23,15 +23,15 @@ class ChunkIndex:
     def __init__(
         self, reader: TextReader, documents: Sequence[TextDocument], size: int, prompt_tokens: int
     ) -> None:
-        texts = reader.tokenized(documents)
+        texts = reader.tokenize_documents(documents)
         self._chunks = [
             text[start : start + size].astype(np.int64)
             for text in texts
             for start in range(0, len(text), size)
         ]
-        self._separator = reader.tokens("\n\n").astype(np.int64)
+        self._separator = reader.tokenize("\n\n").astype(np.int64)
         self._count = min(max(1, prompt_tokens // size), len(self._chunks))
-        words = _split_words([reader.text(chunk.tolist()) for chunk in self._chunks])
+        words = _split_words([reader.decode(chunk.tolist()) for chunk in self._chunks])
         self._index = bm25s.BM25()
         self._index.index(words, show_progress=False)
         self.bytes = sum(array.nbytes for array in self._index.scores.values() if hasattr(array, "nbytes"))

@@ -14,7 +14,7 @@ from knnstore.lm.batch import Batch
 from knnstore.lm.components import Form
 from knnstore.lm.contexts import DocumentTexts
 from knnstore.lm.mixing import Evidence, compute_entropy
-from knnstore.lm.mixture import look_up, mixture_of
+from knnstore.lm.mixture import build_mixture, look_up
 
 _ROWS = 256
 """Positions whose distributions over the vocabulary are in memory at once."""
@@ -45,14 +45,14 @@ def judge(
         target, bool, shape (n,).
     """
     reader, store = lm.reader, lm.store
-    tokens = reader.tokenized(documents)
+    tokens = reader.tokenize_documents(documents)
     following = {
         name: DocumentTexts(tokens, reader.prefix, settings.cache.size if settings.cache else 0)
         for name, settings in sides.items()
     }
     places: list[TokenPlaces] = []
     parts: dict[str, list[NDArray[Any]]] = {key: [] for name in sides for key in (name, right_of(name))}
-    for batch in reader.batches(tokens):
+    for batch in reader.batch_windows(tokens):
         encoded = reader.encoder.encode(batch.input_ids, batch.at)
         places.append(TokenPlaces(batch.documents, batch.positions, batch.gold))
         targets = torch.from_numpy(batch.gold)
@@ -85,7 +85,7 @@ def judge(
                         counted[order, gate is not None] = of_ngrams
                     of_ngrams = counted[order, gate is not None]
                     evidence = replace(evidence, found={**of_ngrams.found, **evidence.found})
-                found = mixture_of(settings, evidence).score_targets(lm_log_probs, targets[rows], 1)
+                found = build_mixture(settings, evidence).score_targets(lm_log_probs, targets[rows], 1)
                 parts[name].append(found.gold.numpy())
                 parts[right_of(name)].append((found.tokens[:, 0] == targets[rows]).numpy())
     joined = TokenPlaces(*(np.concatenate(column) for column in zip(*places, strict=True)))

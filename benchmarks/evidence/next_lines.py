@@ -51,7 +51,7 @@ def draw_places(documents: Sequence[TextDocument], reader: TextReader, rounds: i
     random = np.random.default_rng(0)
     drawn: list[list[Place]] = [[] for _ in range(rounds)]
     for number, document in enumerate(documents):
-        tokens, text = reader.tokens(document.text).astype(np.int64), f"{document.text}\n"
+        tokens, text = reader.tokenize(document.text).astype(np.int64), f"{document.text}\n"
         rests = {
             position: text[start : text.index("\n", start)].strip()
             for position, (start, stop) in enumerate(find_offsets(document.text, reader))
@@ -103,7 +103,7 @@ class LineWriter:
         """
         reader = self._lm.reader
         prefix, context = np.array(reader.prefix, np.int64), before[-_CONTEXT:]
-        chunks = self._index.retrieve(reader.text(before[-_QUERY:].tolist()))
+        chunks = self._index.retrieve(reader.decode(before[-_QUERY:].tolist()))
         written = self._complete(np.concatenate([prefix, context]), self._plain)
         return written | self._complete(np.concatenate([prefix, *chunks, context]), self._prompted)
 
@@ -128,7 +128,7 @@ class LineWriter:
                 pad_token_id=lm.tokenizer.eos_token_id,
                 return_dict_in_generate=True,
             )
-            text = lm.reader.text(found.sequences[0, ids.shape[1] :].tolist())
+            text = lm.reader.decode(found.sequences[0, ids.shape[1] :].tolist())
             written[name] = text.partition("\n")[0].strip()
             cache = found.past_key_values
             cache.crop(ids.shape[1] - 1 - cache.get_seq_length())  # `generate` reads the prompt's last token

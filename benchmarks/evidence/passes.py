@@ -12,7 +12,7 @@ from chunks import ChunkIndex
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knnstore.lm.keys import hidden_forward
+from knnstore.lm.keys import run_without_head
 from knnstore.lm.reading import Encoded, Encoder
 
 Row = NDArray[np.int64]
@@ -79,7 +79,7 @@ class KeptPasses(Encoder):
         ids = torch.zeros((len(rows), max(map(len, rows))), dtype=torch.int64)
         for number, row in enumerate(rows):
             ids[number, : len(row)] = torch.from_numpy(row)
-        keys, states = hidden_forward(self.model, self.location, ids)
+        keys, states = run_without_head(self.model, self.location, ids)
         return [(keys[number, : len(row)], states[number, : len(row)]) for number, row in enumerate(rows)]
 
     def _keep(self, row: Row, states: States, seconds: float) -> None:
@@ -137,7 +137,7 @@ class PromptedPasses(KeptPasses):
             if start:
                 chunks = self._index.retrieve(self._decode(row[start - self.EVERY : start].tolist()))
             ids = np.concatenate([row[:headed], *chunks, row[headed : start + len(piece)]])
-            keys, states = hidden_forward(self.model, self.location, torch.from_numpy(ids)[None])
+            keys, states = run_without_head(self.model, self.location, torch.from_numpy(ids)[None])
             pieces.append((keys[0, len(ids) - len(piece) :], states[0, len(ids) - len(piece) :]))
         keys_of_pieces, states_of_pieces = zip(*pieces, strict=True)
         return torch.cat(keys_of_pieces), torch.cat(states_of_pieces)

@@ -57,7 +57,7 @@ def read_texts(
     *store, extra = shuffled.pop("store")
     others = {split: [one for one in shuffled[split] if one.id not in left_out] for split in tokens}
     held_out = {split: cut(others[split], reader, tokens[split], least, most) for split in tokens}
-    whole = [one for one in others["test"] if len(reader.tokens(one.text)) >= least]
+    whole = [one for one in others["test"] if len(reader.tokenize(one.text)) >= least]
     return Texts(store, extra, **held_out, whole=whole)
 
 
@@ -75,7 +75,7 @@ def cut(
     for document in documents:
         if total >= enough:
             break
-        if (count := len(reader.tokens(document.text))) >= least:
+        if (count := len(reader.tokenize(document.text))) >= least:
             text = document.text if count <= most else _cut_text(reader, document.text, most)
             taken.append(replace(document, text=text))
             total += min(count, most)
@@ -101,7 +101,7 @@ def take_tokens(documents: Sequence[TextDocument], reader: TextReader, tokens: i
         if total >= tokens:
             break
         taken.append(document)
-        total += len(reader.tokens(document.text))
+        total += len(reader.tokenize(document.text))
     return taken
 
 

@@ -130,8 +130,8 @@ class Sides:
         """Judge the model alone; keep the target tokens, and check that test is not in the store."""
         lm = self._open_everything()
         places, judged = judge(lm, {MODEL: ALONE}, self._texts.test)
-        tokens = lm.reader.tokenized(self._texts.test)
-        overlaps = lm.store.overlaps(tokens, letters=lm.reader.letters)
+        tokens = lm.reader.tokenize_documents(self._texts.test)
+        overlaps = lm.store.measure_overlaps(tokens, letters=lm.reader.letters)
         marked = mark_terms(self._texts.test, lm.reader, self._terms)
         pairs = zip(places.documents.tolist(), places.positions.tolist(), strict=True)
         rare = np.array([marked[document][position] for document, position in pairs])
@@ -403,7 +403,7 @@ class Sides:
     ) -> PromptedPasses:
         """Return the encoder that puts chunks of this size before the text."""
         folder = self._work / "passes" / f"{passes}-{size}"
-        return PromptedPasses(encoder, folder, index, lm.reader.text, lm.reader.prefix)
+        return PromptedPasses(encoder, folder, index, lm.reader.decode, lm.reader.prefix)
 
     def _calibrate(
         self,

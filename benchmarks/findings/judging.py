@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knnstore.lm import Interval, KNNSettings
-from knnstore.lm.calibration.evidence import evidence_of_cells, gather_evidence
+from knnstore.lm.calibration.evidence import gather_evidence, list_evidence_by_probes
 from knnstore.lm.calibration.fits.mixers import fit_fixed
 from knnstore.lm.calibration.judging import Judge
 from knnstore.lm.calibration.scored_text import ScoredText
@@ -86,8 +86,8 @@ def _draws(documents: int) -> NDArray[np.int64]:
 def knn_probs(scored: ScoredText, k: int, temperature: float) -> Tensor:
     """p_kNN of each token, shape (n,)."""
     parts = []
-    for chunk in scored.chunks(k):
-        found = scored.sums.nearest(k).select_rows(chunk)
+    for chunk in scored.split_into_chunks(k):
+        found = scored.sums.keep_nearest(k).select_rows(chunk)
         parts.append((found.weights(temperature) * found.hits).sum(1).clamp_(max=1.0))
     return torch.cat(parts)
 
@@ -106,7 +106,7 @@ def best_fixed(scored: ScoredText, k: int | None = None) -> KNNSettings:
 
 def best_cells(scored: ScoredText) -> KNNSettings:
     """Return the likeliest T and λ of a sum over the cells that were visited."""
-    return fit_fixed(evidence_of_cells(scored)[0])
+    return fit_fixed(list_evidence_by_probes(scored)[0])
 
 
 def lambda_interval(scored: ScoredText, k: int, temperature: float) -> Interval:

@@ -21,10 +21,10 @@ from versions import source_hash
 import knnstore
 from knnstore.documents import TextDocument
 from knnstore.lm import KNNLMForCausalLM, KNNSettings
-from knnstore.lm.calibration.candidates import Candidate, Comparison, compare
+from knnstore.lm.calibration.candidates import Candidate, Comparison, compare_candidates
 from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.keys import model_fingerprint
-from knnstore.lm.reading import in_chunks
+from knnstore.lm.reading import chunk_documents
 from knnstore.store import Selection
 
 LEARNING_RATE = 1e-3
@@ -166,7 +166,9 @@ class Lab:
         asked = of.folder.name, domain, fraction
         if asked not in self._compared:
             self.say(f"{domain}: calibrating, {asked[0]}")
-            self._compared[asked] = compare(of.scored(domain, "dev", fraction=fraction), networks=True)
+            self._compared[asked] = compare_candidates(
+                of.scored(domain, "dev", fraction=fraction), networks=True
+            )
         return self._compared[asked]
 
     def calibrated(self, domain: str, memory: Memory | None = None, fraction: int = 1) -> KNNSettings:
@@ -200,7 +202,7 @@ class Lab:
         record = folder / "tuned.json"
         if not record.is_file():
             documents = self.part(domain, fraction)
-            tokens = sum(map(len, self.reader.tokenized(documents)))
+            tokens = sum(map(len, self.reader.tokenize_documents(documents)))
             self.say(f"{domain}: fine-tuning on {tokens:,} tokens, {epochs} times")
             reader = reader_of(self.model, self.device)
             seconds = fine_tune(reader, documents, epochs, LEARNING_RATE)
@@ -213,10 +215,10 @@ class Lab:
         """Held-out text as another model reads it; the neighbors are still those of the base model."""
         reader = reader_of(model, self.device)
         log_probs, keys, gold = [], [], []
-        for ahead in in_chunks(self.texts[domain][split]):  # as it was scored
-            for batch in reader.batches(reader.tokenized(ahead)):
+        for ahead in chunk_documents(self.texts[domain][split]):  # as it was scored
+            for batch in reader.batch_windows(reader.tokenize_documents(ahead)):
                 encoded = reader.encoder.encode(batch.input_ids, batch.at)
-                log_probs.append(reader.encoder.gold_log_probs(encoded.states, batch.gold).cpu())
+                log_probs.append(reader.encoder.target_log_probs(encoded.states, batch.gold).cpu())
                 keys.append(encoded.keys.cpu())
                 gold.append(torch.from_numpy(batch.gold))
         scored = self.base.scored(domain, split)

@@ -144,7 +144,7 @@ class Memory:
                 ngrams=NGramSettings(),
             )  # fmt: skip
             further = FurtherSearches(self.lm.store, scored, texts, selection)
-            save_scored(file, replace(scored, visited=further.with_probes([PROBES])))
+            save_scored(file, replace(scored, visited=further.search_with_probes([PROBES])))
         return load_scored(file)
 
 
@@ -158,7 +158,7 @@ def search_again(scored: ScoredText, store: KNNStore, k: int, selection: Selecti
             targets=scored.targets[at],
         )  # fmt: skip
         parts.append(look_up(store, settings, batch, Form.TARGET))
-    searches = Evidence.joined(parts, k).searches
+    searches = Evidence.concatenate(parts, k).searches
     return replace(scored, evidence=replace(evidence, searches=searches))
 
 

@@ -20,7 +20,7 @@ import knnstore
 from knnstore.documents import TextDocument
 from knnstore.lm import KNNLMForCausalLM, KNNSettings, NGramSettings
 from knnstore.lm.calibration.candidates import Candidate
-from knnstore.lm.calibration.evidence import evidence_of_cells
+from knnstore.lm.calibration.evidence import list_evidence_by_probes
 from knnstore.lm.calibration.fits import (
     fit_fixed,
     fit_joint,
@@ -63,7 +63,7 @@ class Workshop:
         lm, seconds = self._stored(model, "classic", codes="none", states=1)
         fitting = time.perf_counter()
         dev = self._scored(lm, self.dev, PROBES)
-        tries = [fit_fixed(of) for of in evidence_of_cells(dev)]
+        tries = [fit_fixed(of) for of in list_evidence_by_probes(dev)]
         best = max(tries, key=lambda one: float(dev.log_probs(one).log_probs.double().sum()))
         sides = Fitted(dev, self._scored(lm, self.test, PROBES))
         fitting = time.perf_counter() - fitting
@@ -188,7 +188,7 @@ class Workshop:
         if not probes:
             return scored
         further = FurtherSearches(lm.store, scored, texts, EVERYTHING, left_out)
-        return replace(scored, visited=further.with_probes(probes))
+        return replace(scored, visited=further.search_with_probes(probes))
 
     def _unfitted(self, lm: KNNLMForCausalLM) -> tuple[Floats, Floats, Floats]:
         """Log p of each test token by the model and with T = 1, outside of what is tried; its document."""

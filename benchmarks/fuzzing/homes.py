@@ -79,7 +79,7 @@ def look(home: Path) -> tuple[dict[str, Any], list[str]]:
     answers["open"] = None
     with store:
         ask("search", lambda: found(store, queries, Selection()))
-        ask("tokens", lambda: {n: store.text(n).tolist() for n in store.lengths()})
+        ask("tokens", lambda: {n: store.tokens_by_number(n).tolist() for n in store.lengths()})
         ask("counts", lambda: np.trim_zeros(store.token_counts(), "b").tolist())
         ask("records", lambda: [(r.ids.tolist(), r.keys.tolist()) for r in store.records()])
         for name, question in (

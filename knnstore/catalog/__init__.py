@@ -14,9 +14,9 @@ if TYPE_CHECKING:
         identify_file,
         mask_password,
         parse_url,
+        remove_password,
         render_location,
         sqlite_url,
-        without_password,
     )
     from knnstore.catalog.differing import Difference, classify_change, find_other_ids
     from knnstore.catalog.keys import AccessKey, AccessKeys, Right
@@ -65,8 +65,8 @@ __all__ = [
     "list_condition_fields",
     "mask_password",
     "parse_url",
+    "remove_password",
     "render_location",
     "sqlite_url",
     "upgrade_catalog",
-    "without_password",
 ]

@@ -19,8 +19,8 @@ from sqlalchemy.engine import URL
 from knnstore.catalog import schema
 from knnstore.catalog.conditions import build_condition_clause, parse_condition
 from knnstore.catalog.connection import (
-    connect,
-    identify,
+    create_durable_engine,
+    identify_database,
     is_sqlite_file,
     render_location,
     run_read_transaction,
@@ -29,8 +29,10 @@ from knnstore.catalog.connection import (
 from knnstore.catalog.digests import hash_values
 from knnstore.catalog.queries import (
     DOCUMENTS,
+    build_settings_key,
     check_names,
     decode_tokens,
+    filter_live_documents,
     find_altered,
     find_problems,
     group_rows_by_value,
@@ -41,9 +43,7 @@ from knnstore.catalog.queries import (
     read_rows_by_content,
     read_snapshot,
     read_tags,
-    restrict_to_live,
     select_among,
-    settings_key,
 )
 from knnstore.catalog.sqlite import Commits, create_private_file, fail_if_changed, take_in_log
 from knnstore.catalog.tables import (
@@ -73,7 +73,7 @@ from knnstore.catalog.types import (
 from knnstore.errors import CatalogError
 
 _CHECKED_AT_ONCE = 4000
-"""Maximum number of documents that one statement of `Catalog.altered` covers."""
+"""Maximum number of documents that one statement of `Catalog.find_damaged_documents` covers."""
 
 
 class Catalog:
@@ -106,7 +106,8 @@ class Catalog:
                 self.identity = read_identity(row)
                 self.store_id = row.store_id
             self._commits = Commits(engine) if is_sqlite_file(engine.url) else None
-            # Version of the file (see `Commits.version`), and the revision that was read at this version.
+            # Version of the file (see `Commits.read_data_version`), and the revision that was read at this
+            # version.
             self._cached_revision: tuple[int | None, int] = (None, 0)
             if self._commits is not None:
                 cleanup.callback(self._commits.close)
@@ -133,7 +134,7 @@ class Catalog:
         """
         if is_sqlite_file(url):
             create_private_file(Path(str(url.database)))
-        sql = connect(url)
+        sql = create_durable_engine(url)
         with ExitStack() as cleanup:
             cleanup.callback(sql.dispose)
             schema.create_store(sql, identity, engine, store_id)
@@ -179,7 +180,7 @@ class Catalog:
         if is_sqlite_file(self.sql.url):
             take_in_log(self.sql)
 
-    def database(self) -> tuple[str, str]:
+    def identify_database(self) -> tuple[str, str]:
         """Return an identifier of the database, and the location of the database as text for messages.
 
         A copy of the database has another identifier. The location of a SQLite file is its absolute path. The
@@ -188,7 +189,7 @@ class Catalog:
         """
         url = self.sql.url
         location = render_location(url)
-        return identify(self.sql), str(Path(location).resolve()) if is_sqlite_file(url) else location
+        return identify_database(self.sql), str(Path(location).resolve()) if is_sqlite_file(url) else location
 
     def revision(self) -> int:
         """Return the store's revision: a counter that grows with every change that readers can see.
@@ -196,7 +197,7 @@ class Catalog:
         Every search calls this method. On SQLite, the revision is cached until another connection commits a
         change to the file. On PostgreSQL, each call runs a query.
         """
-        version = self._commits.version() if self._commits else None
+        version = self._commits.read_data_version() if self._commits else None
         cached_version, cached_revision = self._cached_revision
         if version is not None and version == cached_version:
             return cached_revision
@@ -257,7 +258,7 @@ class Catalog:
         Raises:
             InputError: a name is not valid, see `check_name`.
         """
-        statement = restrict_to_live(DOCUMENTS, domain=domain, id=id, tag=tag)
+        statement = filter_live_documents(DOCUMENTS, domain=domain, id=id, tag=tag)
         if domains is not None:
             names = check_names(domains, "the domain's name")
             statement = statement.where(DomainRow.name.in_(names))
@@ -266,7 +267,7 @@ class Catalog:
         with run_read_transaction(self.sql) as session:
             return list(read_documents(session, session.execute(statement)).values())
 
-    def documents_of(self, rows: Iterable[int]) -> dict[int, Document]:
+    def documents_by_row(self, rows: Iterable[int]) -> dict[int, Document]:
         """Return a dict from primary key to the description of the document, for live documents.
 
         A live document is completely stored and not removed. Its primary key is the number of its row in the
@@ -277,7 +278,7 @@ class Catalog:
         """
         with run_read_transaction(self.sql) as session:
             return read_documents(
-                session, select_among(session, restrict_to_live(DOCUMENTS), DocumentRow.id, rows)
+                session, select_among(session, filter_live_documents(DOCUMENTS), DocumentRow.id, rows)
             )
 
     def rows(self, *, domain: str | None = None, id: str | None = None) -> list[int]:
@@ -294,7 +295,7 @@ class Catalog:
             InputError: a name is not valid, see `check_name`.
         """
         with run_read_transaction(self.sql) as session:
-            statement = restrict_to_live(select(DocumentRow.id).join(DomainRow), domain=domain, id=id)
+            statement = filter_live_documents(select(DocumentRow.id).join(DomainRow), domain=domain, id=id)
             return list(session.scalars(statement))
 
     def rows_by_id(self, ids: Iterable[str]) -> dict[str, list[int]]:
@@ -351,7 +352,7 @@ class Catalog:
         with run_read_transaction(self.sql) as session:
             return [row for (row,) in select_among(session, statement, DocumentRow.domain_id, groups)]
 
-    def labels(self, rows: Iterable[int]) -> dict[int, tuple[str, str]]:
+    def ids_and_domains(self, rows: Iterable[int]) -> dict[int, tuple[str, str]]:
         """Return a dict from primary key to the pair (id, name of the domain), for live documents.
 
         The id is the id that the user gave the document. A live document is completely stored and not
@@ -361,7 +362,7 @@ class Catalog:
             rows: primary keys; keys of unknown or removed documents are left out of the result.
         """
         columns = DocumentRow.id, DocumentRow.external_id, DomainRow.name
-        statement = restrict_to_live(select(*columns).join(DomainRow))
+        statement = filter_live_documents(select(*columns).join(DomainRow))
         with run_read_transaction(self.sql) as session:
             return {
                 row: (id, domain)
@@ -407,7 +408,7 @@ class Catalog:
         with run_read_transaction(self.sql) as session:
             return dict(select_among(session, statement, DocumentRow.id, rows))
 
-    def texts(self, rows: Iterable[int]) -> Iterator[tuple[int, NDArray[np.uint32]]]:
+    def iterate_tokens(self, rows: Iterable[int]) -> Iterator[tuple[int, NDArray[np.uint32]]]:
         """Yield pairs (primary key, token ids) of live documents, in any order.
 
         A live document is completely stored and not removed. The token ids are uint32, shape (n,).
@@ -423,7 +424,7 @@ class Catalog:
             for row, blob, digest in select_among(session, statement, DocumentRow.id, rows):
                 yield row, decode_tokens(blob, digest)
 
-    def altered(self, rows: Iterable[int]) -> set[int]:
+    def find_damaged_documents(self, rows: Iterable[int]) -> set[int]:
         """Check documents for damage, and return the primary keys of the damaged documents.
 
         A document is damaged if its tokens, tags or other fields do not match their digests (checksums), or
@@ -451,7 +452,7 @@ class Catalog:
                     altered |= set(chunk)
         return altered.intersection(ordered)
 
-    def checksums(self) -> dict[int, str]:
+    def key_checksums(self) -> dict[int, str]:
         """Return a dict from primary key to the stored checksum of the document's vector keys.
 
         The dict has the live documents (completely stored and not removed) with a stored checksum. It is
@@ -461,7 +462,7 @@ class Catalog:
         with run_read_transaction(self.sql) as session:
             return dict(session.execute(statement).all())
 
-    def versions(self, domain: str, ids: Iterable[str]) -> dict[str, StoredVersion]:
+    def stored_versions(self, domain: str, ids: Iterable[str]) -> dict[str, StoredVersion]:
         """Return primary key, SHA-256 of the text, metadata and tags of some live documents of a domain.
 
         A live document is completely stored and not removed.
@@ -477,7 +478,7 @@ class Catalog:
             InputError: a name is not valid, see `check_name`.
         """
         ids = check_names(ids, "a document's id")
-        statement = restrict_to_live(select(DocumentRow).join(DomainRow), domain=domain)
+        statement = filter_live_documents(select(DocumentRow).join(DomainRow), domain=domain)
         with run_read_transaction(self.sql) as session:
             rows = [row for (row,) in select_among(session, statement, DocumentRow.external_id, ids)]
             tags = read_tags(session, [row.id for row in rows])
@@ -507,7 +508,7 @@ class Catalog:
         with run_read_transaction(self.sql) as session:
             return read_domains(session, has_prefix=self.identity.has_prefix)
 
-    def unsettled(self) -> list[PlacedDocument]:
+    def unsettled_documents(self) -> list[PlacedDocument]:
         """Return the documents that are being added or removed, sorted by position.
 
         These documents have the state "pending" (being added) or "deleting" (being removed). Either a writer
@@ -519,7 +520,7 @@ class Catalog:
             return [PlacedDocument(row.id, row.domain_id, row.start, row.stop) for row in rows]
 
     def leases(self) -> list[Lease]:
-        """Return the leases (reserved positions) of the store, newest first; see `CatalogWriter.lease`."""
+        """Return the leases of the store, newest first; see `CatalogWriter.lease_positions`."""
         with run_read_transaction(self.sql) as session:
             rows = session.scalars(select(LeaseRow).order_by(LeaseRow.start.desc()))
             return [
@@ -541,7 +542,7 @@ class Catalog:
         with run_read_transaction(self.sql) as session:
             return set(session.scalars(statement))
 
-    def problems(self) -> list[str]:
+    def find_problems(self) -> list[str]:
         """Check the database for damage, and return messages about the problems.
 
         On SQLite, the database's integrity check is run. On any database, the counter from which new
@@ -553,7 +554,7 @@ class Catalog:
         with run_read_transaction(self.sql) as session:
             return find_problems(session)
 
-    def retired_content(self) -> set[str]:
+    def retired_content_hashes(self) -> set[str]:
         """Return the SHA-256 of the text of each document that is removed but not completely deleted yet.
 
         Such a document has the state "deleting": readers do not see it, but its records may still exist in
@@ -575,7 +576,7 @@ class Catalog:
             CatalogError: the settings are damaged.
         """
         with _explain_damaged_settings(), run_read_transaction(self.sql) as session:
-            row = session.get(SettingRow, settings_key(domains)[0])
+            row = session.get(SettingRow, build_settings_key(domains)[0])
             return None if row is None else _check_settings_row(row)
 
     def all_settings(self) -> dict[tuple[str, ...], Mapping[str, Any]]:
@@ -637,6 +638,6 @@ def _check_settings_row(row: SettingRow) -> Mapping[str, Any]:
         CatalogError: the settings do not match the row's digest (checksum), or the row's key does not match
             the names of its domains.
     """
-    if row.digest != hash_values(row.domains, row.payload) or row.scope != settings_key(row.domains)[0]:
+    if row.digest != hash_values(row.domains, row.payload) or row.scope != build_settings_key(row.domains)[0]:
         raise CatalogError("saved settings were altered")
     return row.payload

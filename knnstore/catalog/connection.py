@@ -115,7 +115,7 @@ def sqlite_url(path: Path) -> URL:
     return URL.create("sqlite", database=str(path))
 
 
-def without_password(url: URL) -> str:
+def remove_password(url: URL) -> str:
     """Convert a database URL to text without its password, so that the text can be stored or compared."""
     return url._replace(password=None).render_as_string()
 
@@ -133,7 +133,7 @@ def is_sqlite_file(url: URL) -> bool:
     return url.get_backend_name() == "sqlite" and url.database not in (None, "", ":memory:")
 
 
-def connect(url: URL) -> Engine:
+def create_durable_engine(url: URL) -> Engine:
     """Make a SQLAlchemy engine for the catalog's database, set up so that commits are durable.
 
     The function does not connect to the database yet. The password of PostgreSQL comes from the URL, else
@@ -319,7 +319,7 @@ def render_location(url: URL) -> str:
     return url.set(query={}).render_as_string()  # renders the password as ***
 
 
-def identify(engine: Engine) -> str:
+def identify_database(engine: Engine) -> str:
     """Return an identifier of a database. A copy of the database has another identifier.
 
     For a SQLite file, the identifier is made of the inode numbers of its folder and of the file; renaming

@@ -37,7 +37,7 @@ class Difference:
     """Dict from old id to new id, for documents in `removed` whose text a document in `added` has too."""
 
     @classmethod
-    def of(
+    def compute(
         cls,
         catalog: Catalog,
         domain: str,
@@ -61,11 +61,11 @@ class Difference:
             "described": [],
             "unchanged": [],
         }
-        missing_ids = {id for id, _ in catalog.labels(catalog.rows(domain=domain)).values()}
+        missing_ids = {id for id, _ in catalog.ids_and_domains(catalog.rows(domain=domain)).values()}
         missing_ids.difference_update(kept)
         new_ids: dict[str, str] = {}
         for group in _group_documents(documents):
-            stored = catalog.versions(domain, [document.id for document in group])
+            stored = catalog.stored_versions(domain, [document.id for document in group])
             for document in group:
                 change = classify_change(document, stored.get(document.id), tags)
                 ids_by_change[change].append(document.id)
@@ -76,7 +76,7 @@ class Difference:
         renamed = {
             id: new_ids.pop(version.content_hash)
             for group in split_into_chunks(removed if new_ids else ())
-            for id, version in sorted(catalog.versions(domain, group).items())
+            for id, version in sorted(catalog.stored_versions(domain, group).items())
             if version.content_hash in new_ids
         }
         return cls(
@@ -117,7 +117,7 @@ def find_other_ids(catalog: Catalog, domain: str, ids: Mapping[str, str]) -> dic
         have, or has only under the same id, are left out.
     """
     rows = catalog.rows_by_content(ids)
-    labels = catalog.labels(chain(*rows.values()))
+    labels = catalog.ids_and_domains(chain(*rows.values()))
     return {
         ids[content]: labels[row][0]
         for content, keys in rows.items()

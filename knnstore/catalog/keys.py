@@ -140,7 +140,7 @@ class AccessKeys:
             session.flush()
             return _describe_key(row), f"knn_{id}_{secret}"
 
-    def all(self) -> list[AccessKey]:
+    def list_keys(self) -> list[AccessKey]:
         """Return descriptions of all API keys in the order of creation, expired keys included."""
         with run_read_transaction(self._sql) as session:
             rows = session.scalars(select(KeyRow).order_by(KeyRow.created_at, KeyRow.id))

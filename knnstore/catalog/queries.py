@@ -104,7 +104,7 @@ def convert_to_utc(moment: datetime) -> datetime:
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).astimezone(UTC)
 
 
-def settings_key(domains: Iterable[str]) -> tuple[str, list[str]]:
+def build_settings_key(domains: Iterable[str]) -> tuple[str, list[str]]:
     """Return the primary key under which settings for a set of domains are saved, and the sorted names.
 
     The primary key is the SHA-256 of the sorted names in JSON, 64 hexadecimal digits.
@@ -116,7 +116,7 @@ def settings_key(domains: Iterable[str]) -> tuple[str, list[str]]:
     return hashlib.sha256(json.dumps(names).encode()).hexdigest(), names
 
 
-def restrict_to_live(
+def filter_live_documents(
     statement: Select[*tuple[Any, ...]],
     *,
     domain: str | None = None,

@@ -13,7 +13,12 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import URL, Connection, column, delete, insert, inspect, select, table
 from sqlalchemy import Engine as SqlEngine
 
-from knnstore.catalog.connection import connect, is_sqlite_file, render_location, run_exclusive_transaction
+from knnstore.catalog.connection import (
+    create_durable_engine,
+    is_sqlite_file,
+    render_location,
+    run_exclusive_transaction,
+)
 from knnstore.catalog.digests import hash_store_identity
 from knnstore.catalog.tables import Base, StoreRow
 from knnstore.catalog.types import Engine, Identity
@@ -30,7 +35,7 @@ VERSION_TABLE = "knnstore_alembic_version"
 """Table of Alembic's version; another application in the same database may use the default name."""
 
 
-def script_location() -> Path:
+def find_migrations_folder() -> Path:
     """Return the folder of Alembic's migrations (scripts that create and change the tables).
 
     The folder is inside the installed package, or next to the package in a checkout of the repository.
@@ -73,7 +78,7 @@ def connect_existing(url: URL) -> SqlEngine:
     """
     if is_sqlite_file(url) and not Path(str(url.database)).exists():  # connecting would create the file
         raise make_not_found_error(url)
-    return connect(url)
+    return create_durable_engine(url)
 
 
 def check_version(connection: Connection) -> None:
@@ -129,9 +134,9 @@ def upgrade(connection: Connection) -> None:
     if lacks_catalog(connection):
         Base.metadata.create_all(connection)
         versions = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE})
-        versions.stamp(_load_migrations(script_location()), "head")
+        versions.stamp(_load_migrations(find_migrations_folder()), "head")
     elif not _is_newest(connection):
-        config = _make_config(script_location())
+        config = _make_config(find_migrations_folder())
         config.attributes["connection"] = connection
         command.upgrade(config, "head")
 
@@ -177,7 +182,7 @@ def _is_newest(connection: Connection) -> bool:
     """
     versions = table(VERSION_TABLE, column("version_num"))
     current = connection.scalar(select(versions.c.version_num))
-    migrations = _load_migrations(script_location())
+    migrations = _load_migrations(find_migrations_folder())
     known_versions = {script.revision for script in migrations.walk_revisions()}
     if current is not None and current not in known_versions:
         raise SchemaTooNewError(

@@ -101,7 +101,7 @@ class Commits:
         self._lock = Lock()
         self._connection: PoolProxiedConnection | None = None
 
-    def version(self) -> int | None:
+    def read_data_version(self) -> int | None:
         """Return a number that changes whenever another connection, of any process, commits to the file.
 
         The separate connection is opened if it is not open. If commits cannot be detected, the method returns
@@ -123,7 +123,7 @@ class Commits:
                 return None
 
     def close(self) -> None:
-        """Close the separate connection if it is open. The next call of `version` opens a new connection."""
+        """Close the separate connection if it is open. `read_data_version` opens a new connection."""
         with self._lock:
             self._close_connection()
 

@@ -130,7 +130,7 @@ def _vacuum_postgresql(sql: Engine) -> list[str]:
             remainders += _rewrite_table(connection, "pg_catalog.pg_statistic", options="FULL")
         except DBAPIError as error:
             remainders.append(f"PostgreSQL's statistics of the columns: {_get_first_line(error)}")
-        remainders += _empty_log(connection)
+        remainders += _switch_log_file(connection)
     return remainders
 
 
@@ -176,7 +176,7 @@ def _rewrite_table(connection: Connection, table: str, options: str = "FULL, ANA
     ]
 
 
-def _empty_log(connection: Connection) -> list[str]:
+def _switch_log_file(connection: Connection) -> list[str]:
     """Make PostgreSQL begin a new log file (WAL), so that the server can remove older log files.
 
     The older log files still contain deleted rows.

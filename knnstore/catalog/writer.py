@@ -30,10 +30,10 @@ from knnstore.catalog.catalog import Catalog
 from knnstore.catalog.connection import LOCK, render_location, run_transaction, translate_errors
 from knnstore.catalog.digests import hash_bytes, hash_store_identity, hash_values
 from knnstore.catalog.queries import (
+    build_settings_key,
     compute_document_digest,
     read_tags,
     select_among,
-    settings_key,
     split_into_chunks,
 )
 from knnstore.catalog.tables import (
@@ -88,7 +88,7 @@ class CatalogWriter:
     def _sql(self) -> SqlEngine:
         return self.catalog.sql
 
-    def lease(self, id: str, count: int, folder: str) -> Lease:
+    def lease_positions(self, id: str, count: int, folder: str) -> Lease:
         """Reserve positions for documents that will be added later. Returns the new lease.
 
         A position is the number of a token in the store, used only once. Positions of a lease that is
@@ -107,7 +107,7 @@ class CatalogWriter:
             session.add(LeaseRow(id=id, start=stop - count, stop=stop, folder=folder))
         return Lease(id, stop - count, stop, folder, is_committed=False)
 
-    def release(self, ids: Iterable[str]) -> None:
+    def delete_leases(self, ids: Iterable[str]) -> None:
         """Delete leases (reserved positions). Documents that were added with a lease stay.
 
         If no open lease is left, domains without documents are deleted; see `create_domain`.
@@ -137,7 +137,7 @@ class CatalogWriter:
         with self._run_transaction("domain") as session:
             return self._get_or_create_domain_ids(session, {name})[name]
 
-    def begin(
+    def insert_pending_documents(
         self, documents: Sequence[NewDocument], starts: Sequence[int] | None = None
     ) -> list[PlacedDocument]:
         """Insert documents in the state "pending", invisible to readers, and allocate their positions.
@@ -146,7 +146,7 @@ class CatalogWriter:
 
         Args:
             documents: documents to store. If a stored document has the same domain and id as one of them, the
-                stored document is replaced later, when `publish` is called.
+                stored document is replaced later, when `make_documents_live` is called.
             starts: position of each document's first token, from a lease; None allocates new positions.
 
         Returns:
@@ -163,7 +163,7 @@ class CatalogWriter:
             groups = self._get_or_create_domain_ids(session, {document.domain for document in documents})
             lengths = [len(document.tokens) for document in documents]
             if starts is not None:
-                _check_unused(session, starts, lengths)
+                _check_positions_unused(session, starts, lengths)
             else:
                 total = sum(lengths)
                 starts = list(accumulate(lengths, initial=_allocate_positions(session, total) - total))[:-1]
@@ -189,7 +189,7 @@ class CatalogWriter:
                 session.add_all(TagRow(document_id=row.id, tag=tag) for tag in document.tags)
             return [PlacedDocument(row.id, row.domain_id, row.start, row.stop) for row in rows]
 
-    def publish(
+    def make_documents_live(
         self,
         rows: Sequence[int],
         checksums: Mapping[int, str] = MappingProxyType({}),
@@ -259,7 +259,7 @@ class CatalogWriter:
         with self._run_transaction("checksums") as session:
             _add_checksums(session, checksums)
 
-    def retire(self, rows: Sequence[int]) -> None:
+    def mark_as_deleting(self, rows: Sequence[int]) -> None:
         """Change live documents to the state "deleting", so that readers no longer see them.
 
         Open leases note the ids of the documents, so that their commit does not add the documents again; see
@@ -278,11 +278,11 @@ class CatalogWriter:
                 if session.scalars(statement.returning(DocumentRow.id)).all():
                     _increment_revision(session)
 
-    def unsettled(self) -> list[PlacedDocument]:
+    def unsettled_documents(self) -> list[PlacedDocument]:
         """Return the documents that are being added or removed (not live), sorted by position."""
-        return self.catalog.unsettled()
+        return self.catalog.unsettled_documents()
 
-    def forget(self, rows: Sequence[int]) -> None:
+    def delete_documents(self, rows: Sequence[int]) -> None:
         """Delete from the catalog documents that are being added or removed, with their tokens and tags.
 
         If a domain has no document left, the domain is deleted too. Saved settings for a set of domains are
@@ -306,7 +306,7 @@ class CatalogWriter:
                     session.delete(setting)
                     _increment_revision(session)
 
-    def describe(self, changes: Mapping[int, tuple[Mapping[str, Any], Iterable[str]]]) -> None:
+    def replace_metadata(self, changes: Mapping[int, tuple[Mapping[str, Any], Iterable[str]]]) -> None:
         """Replace the metadata and tags of live documents (completely stored and not removed).
 
         Args:
@@ -339,7 +339,7 @@ class CatalogWriter:
             _renew_digests(session, undamaged_rows)
             _increment_revision(session)
 
-    def rename(self, ids: Mapping[int, str]) -> None:
+    def rename_documents(self, ids: Mapping[int, str]) -> None:
         """Replace the ids that the user gave to live documents (completely stored and not removed).
 
         Open leases note the old ids, as if these documents were removed; see `Catalog.withdrawn_ids`.
@@ -380,7 +380,7 @@ class CatalogWriter:
             InputError: the payload cannot be stored as JSON.
         """
         check_json(payload, "settings")
-        scope, names = settings_key(domains)
+        scope, names = build_settings_key(domains)
         with self._run_transaction("settings") as session:
             if payload:
                 # A damaged row cannot be read and updated, so it is deleted.
@@ -409,7 +409,7 @@ class CatalogWriter:
             session.execute(delete(SettingRow).where(SettingRow.scope.in_(scopes)))
             _increment_revision(session)
 
-    def move(self, engine: Engine, checksums: Mapping[int, str] = MappingProxyType({})) -> None:
+    def switch_engine(self, engine: Engine, checksums: Mapping[int, str] = MappingProxyType({})) -> None:
         """Save that another vector engine holds the store's keys, and replace all stored checksums of keys.
 
         The method copies no keys.
@@ -579,7 +579,7 @@ def _allocate_positions(session: Session, count: int) -> int:
     return stop
 
 
-def _check_unused(session: Session, starts: Sequence[int], lengths: Sequence[int]) -> None:
+def _check_positions_unused(session: Session, starts: Sequence[int], lengths: Sequence[int]) -> None:
     """Check that the positions of new documents are allocated, and that no stored document has them.
 
     The whole range from the first to the last position of the new documents is checked.

@@ -357,7 +357,7 @@ class SyncDocuments(Documents):
         if self.tree is None:
             return frozenset()
         tree = self.tree
-        stored = store.versions(domain, [row.id for row in store.documents(domain=domain)])
+        stored = store.stored_versions(domain, [row.id for row in store.documents(domain=domain)])
         return frozenset(
             id
             for id, version in stored.items()

@@ -17,7 +17,7 @@ INTERRUPTED_MESSAGE = "interrupted; what was committed stays, run the same comma
 
 
 def exit_on_interrupt() -> None:
-    """Install a handler that exits with status 130 at Ctrl-C, until `interruptible` replaces it.
+    """Install a handler that exits with status 130 at Ctrl-C, until `enable_keyboard_interrupt` replaces it.
 
     Does nothing if the process ignores SIGINT, as a background job does.
     """
@@ -26,7 +26,7 @@ def exit_on_interrupt() -> None:
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
+def enable_keyboard_interrupt() -> Iterator[None]:
     """Raise KeyboardInterrupt at the first Ctrl-C while the context is open.
 
     Does nothing if `exit_on_interrupt` was not called, as in the process of another program.
@@ -42,7 +42,7 @@ def interruptible() -> Iterator[None]:
 
 
 def was_interrupted() -> bool:
-    """Check whether Ctrl-C was pressed since the context `interruptible` was opened.
+    """Check whether Ctrl-C was pressed since the context `enable_keyboard_interrupt` was opened.
 
     Call this function inside the context. A library can turn KeyboardInterrupt into another exception, so the
     type of an exception does not show whether Ctrl-C was pressed.

@@ -104,7 +104,7 @@ class StoreRuntime(Runtime):
         """
         name = resolve_model_location(store, self.model_at)
         with show_activity(f"loading {Path(name).name}"):
-            quiet_transformers()
+            silence_transformers()
             import torch
 
             from knnstore import KNNSettings
@@ -133,7 +133,7 @@ def resolve_model_location(store: "KNNStore", model_at: str | None) -> str:
 def load_tokenizer(model: str) -> Any:
     """Load the tokenizer of a model. Raises ConfigError if it is missing or cannot be loaded."""
     is_cached = check_model(model)
-    quiet_transformers()
+    silence_transformers()
     from transformers import AutoTokenizer
 
     try:
@@ -154,7 +154,7 @@ def load_tokenizer(model: str) -> Any:
         ) from error
 
 
-def quiet_transformers() -> None:
+def silence_transformers() -> None:
     """Turn off the progress bars and warnings of transformers."""
     from transformers.utils import logging
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from knnstore.checks import printable
+from knnstore.checks import escape_unprintable
 from knnstore.errors import ConfigError
 
 HOME_VARIABLE = "KNNSTORE_HOME"
@@ -95,13 +95,13 @@ def confirm(change: str, yes: bool) -> None:
     if yes:
         return
     if sys.stdin.isatty() and sys.stderr.isatty():
-        if typer.confirm(f"{printable(change)}. Go on?", err=True):
+        if typer.confirm(f"{escape_unprintable(change)}. Go on?", err=True):
             return
         raise ConfigError("nothing was changed")
     raise ConfigError(f"{change}: confirm with --yes, or see the changes first with --dry-run")
 
 
-def seed_option(help: str) -> Any:
+def declare_seed_option(help: str) -> Any:
     """Return a Typer option for a random seed from 0 to 2³² - 1, which all random number generators accept.
 
     Args:

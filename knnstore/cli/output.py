@@ -18,7 +18,7 @@ from dataclasses import asdict, fields
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from knnstore.checks import printable
+from knnstore.checks import escape_unprintable
 from knnstore.cli.logs import LOG, format_json_message, split_level
 from knnstore.progress import Progress
 
@@ -195,7 +195,7 @@ class MessageHandler(logging.Handler):
         traceback_text = ""
         if record.exc_info and record.exc_info[1]:
             traceback_text = "".join(traceback.format_exception(record.exc_info[1]))
-        level, message = record.levelname.lower(), printable(record.getMessage())
+        level, message = record.levelname.lower(), escape_unprintable(record.getMessage())
         if LOG.as_json:
             fields = getattr(record, "request", {}) | (
                 {"traceback": traceback_text} if traceback_text else {}
@@ -211,7 +211,7 @@ class MessageHandler(logging.Handler):
 def format_error(error: BaseException) -> str:
     """Return the message of an exception in one line; the name of its class if the message is empty."""
     message = "out of memory " * isinstance(error, MemoryError) + str(error)
-    return printable(" ".join(message.split()) or type(error).__name__)
+    return escape_unprintable(" ".join(message.split()) or type(error).__name__)
 
 
 def _format_cell(value: Any) -> str:
@@ -223,9 +223,9 @@ def _format_cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.2f}"
     if isinstance(value, str):
-        return printable(value)
+        return escape_unprintable(value)
     if isinstance(value, tuple | list) and all(isinstance(item, str) for item in value):
-        return printable(", ".join(value))
+        return escape_unprintable(", ".join(value))
     return _format_json(value)
 
 
@@ -238,7 +238,7 @@ def show_activity(title: str) -> Iterator[None]:
     is_terminal = sys.stderr.isatty() and not LOG.as_json
     started_at = time.perf_counter()
     if is_terminal:
-        print(f"{printable(title)} ...", end="", file=sys.stderr, flush=True)
+        print(f"{escape_unprintable(title)} ...", end="", file=sys.stderr, flush=True)
     try:
         yield
     finally:
@@ -274,7 +274,7 @@ class Bar(Progress, AbstractContextManager["Bar"]):
         self._title, self._unit, self._done, self._total = title, unit, 0, total
         self._started_at = self._last_line_at = time.monotonic()
         self._bar = self._make_bar(
-            desc=printable(title),
+            desc=escape_unprintable(title),
             total=total,
             unit=unit,
             unit_scale=True,
@@ -304,7 +304,7 @@ class Bar(Progress, AbstractContextManager["Bar"]):
     def print_above(self, message: str) -> None:
         """Print a line above the bar."""
         self._bar.clear()
-        print_message(printable(message))
+        print_message(escape_unprintable(message))
 
     def _print_progress_line(self, seconds: float) -> None:
         """Print a line with the amount done, the rate and the remaining time.
@@ -319,7 +319,7 @@ class Bar(Progress, AbstractContextManager["Bar"]):
         ]
         if total is not None and rate:
             parts.append(f"{timedelta(seconds=round((total - done) / rate))} left")
-        message = printable(f"{self._title}: {', '.join(parts)}")
+        message = escape_unprintable(f"{self._title}: {', '.join(parts)}")
         if LOG.as_json:
             message = format_json_message("info", message, done=done, total=total, unit=self._unit)
         echo(message, to_stderr=True)

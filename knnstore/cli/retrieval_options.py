@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from knnstore.checks import printable
+from knnstore.checks import escape_unprintable
 from knnstore.cli.options import DomainsOption, WhereOption
 from knnstore.cli.output import print_message
 from knnstore.errors import ConfigError
@@ -137,11 +137,11 @@ class Query:
         """
         from knnstore.lm import find_outdated_components, resolve
 
-        settings = resolve(store, self._overrides(selection))
+        settings = resolve(store, self._build_overrides(selection))
         for name in find_outdated_components(store, selection) if self.lam is None else ():
             print_message(
-                f"warning: the component {printable(name)} in these settings was trained on documents that "
-                "were removed or replaced since, and is left out: train it again"
+                f"warning: the component {escape_unprintable(name)} in these settings was trained on "
+                "documents that were removed or replaced since, and is left out: train it again"
             )
         if None in (self.k, self.temperature, self.lam):
             self._print_calibration(store, settings)
@@ -151,7 +151,7 @@ class Query:
             print_message(f"warning: nothing is retrieved{alone}: {why}")
         return settings
 
-    def _overrides(self, selection: "Selection") -> "Overrides":
+    def _build_overrides(self, selection: "Selection") -> "Overrides":
         """Convert the options to `Overrides`: values that replace values of the saved settings.
 
         Raises:
@@ -214,7 +214,7 @@ class Query:
         has_option = any(value is not None for value in vars(self).values())
         return (
             not has_option
-            and CalibrationRecord.of(store, selection) is None
+            and CalibrationRecord.for_selection(store, selection) is None
             and store.record_count(selection) > 0
         )
 
@@ -225,10 +225,10 @@ class Query:
         """
         from knnstore.lm import CalibrationRecord
 
-        record = CalibrationRecord.of(store, settings.selection)
+        record = CalibrationRecord.for_selection(store, settings.selection)
         if record is None:
             return
-        scope = printable(", ".join(record.domains)) or "the whole store"
+        scope = escape_unprintable(", ".join(record.domains)) or "the whole store"
         mixer = record.mixer if self.lam is None else f"lambda={self.lam:g} in place of the fitted weights"
         scoring_only = (
             ", ".join(settings.scoring_only) if self.lam is None else ""
@@ -242,9 +242,9 @@ class Query:
         )
         if record.is_stale(store):
             print_message(
-                f"warning: these settings are stale: the store has {record.growth(store):.2f} times as many "
-                f"records as when they were fitted, and {record.gone(store):.0%} of the documents were "
-                "removed; run knnstore calibrate again"
+                f"warning: these settings are stale: the store has {record.record_growth(store):.2f} times "
+                f"as many records as when they were fitted, and {record.removed_share(store):.0%} of the "
+                "documents were removed; run knnstore calibrate again"
             )
 
 

@@ -19,7 +19,12 @@ from typer.core import TyperGroup
 import knnstore
 from knnstore.cli.command_groups import load_command_groups
 from knnstore.cli.commands import COMMANDS, DATABASE_COMMANDS, KEY_COMMANDS
-from knnstore.cli.interrupts import INTERRUPTED, INTERRUPTED_MESSAGE, interruptible, was_interrupted
+from knnstore.cli.interrupts import (
+    INTERRUPTED,
+    INTERRUPTED_MESSAGE,
+    enable_keyboard_interrupt,
+    was_interrupted,
+)
 from knnstore.cli.logs import LOG, Form, LogFormatOption, VerboseOption
 from knnstore.cli.options import DEFAULT_HOME, HOME_VARIABLE
 from knnstore.cli.output import MessageHandler, echo, format_error, print_message
@@ -50,7 +55,7 @@ class _CommandGroup(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        with interruptible():
+        with enable_keyboard_interrupt():
             try:
                 return super().invoke(ctx)
             except BrokenPipeError:  # the reader of stdout, for example `head`, has exited

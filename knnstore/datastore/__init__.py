@@ -10,7 +10,7 @@ from knnstore.lazy_imports import attach_lazy_imports
 
 if TYPE_CHECKING:
     from knnstore.datastore import registry
-    from knnstore.datastore.arguments import checked_k, checked_keys, checked_params, checked_records
+    from knnstore.datastore.arguments import validate_k, validate_keys, validate_params, validate_records
     from knnstore.datastore.arrays import (
         Capabilities,
         DamagedPart,
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         Keys,
         Metric,
     )
-    from knnstore.datastore.distances import nearest_rows, paired, pairwise
+    from knnstore.datastore.distances import find_nearest_rows, paired_distances, pairwise_distances
     from knnstore.datastore.embedded import (
         Codec,
         CodecFile,
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
         RoundedCodec,
         Segment,
         StoredKeys,
-        checked_kind,
         code_size,
         compare_rows,
+        convert_to_stored_precision,
         read_owner,
         sample_size,
-        stored_keys,
+        validate_kind,
         write_owner,
     )
     from knnstore.datastore.keyless import KeylessDatastore
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
         BATCH_SIZE,
         Datastore,
         Mode,
-        SupportsBeside,
         SupportsCells,
+        SupportsCopyParams,
         SupportsDamage,
         SupportsDeviceVisits,
         SupportsErase,
@@ -69,13 +69,13 @@ if TYPE_CHECKING:
         ID_LIMIT,
         POSITION_LIMIT,
         TOKEN_LIMIT,
-        positions_of,
-        ranges_of,
+        find_whole_positions,
+        id_ranges_from_positions,
+        positions_from_ids,
         record_ids,
-        tokens_of,
-        whole_positions,
+        tokens_from_ids,
     )
-    from knnstore.datastore.visits import DeviceVisits, Visit, Visits, apart
+    from knnstore.datastore.visits import DeviceVisits, Visit, Visits, split_visits
     from knnstore.durable import BLOCK, StoredFile
     from knnstore.secret_files import read_secret
     from knnstore.space import free_space
@@ -116,8 +116,8 @@ __all__ = [
     "Segment",
     "StoredFile",
     "StoredKeys",
-    "SupportsBeside",
     "SupportsCells",
+    "SupportsCopyParams",
     "SupportsDamage",
     "SupportsDeviceVisits",
     "SupportsErase",
@@ -130,28 +130,28 @@ __all__ = [
     "SupportsVerify",
     "Visit",
     "Visits",
-    "apart",
-    "checked_k",
-    "checked_keys",
-    "checked_kind",
-    "checked_params",
-    "checked_records",
     "code_size",
     "compare_rows",
+    "convert_to_stored_precision",
+    "find_nearest_rows",
+    "find_whole_positions",
     "free_space",
-    "nearest_rows",
-    "paired",
-    "pairwise",
-    "positions_of",
-    "ranges_of",
+    "id_ranges_from_positions",
+    "paired_distances",
+    "pairwise_distances",
+    "positions_from_ids",
     "read_keys",
     "read_owner",
     "read_secret",
     "record_ids",
     "registry",
     "sample_size",
-    "stored_keys",
-    "tokens_of",
-    "whole_positions",
+    "split_visits",
+    "tokens_from_ids",
+    "validate_k",
+    "validate_keys",
+    "validate_kind",
+    "validate_params",
+    "validate_records",
     "write_owner",
 ]

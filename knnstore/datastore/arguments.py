@@ -1,7 +1,7 @@
 """Checks of arguments, shared by all adapters so that each refuses the same input with the same message.
 
-`checked_keys` and `checked_records` check vectors and records, `checked_k` checks counts, and
-`checked_params` checks an adapter's parameters.
+`validate_keys` and `validate_records` check vectors and records, `validate_k` checks counts, and
+`validate_params` checks an adapter's parameters.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ _GROUP_LIMIT = 2**31
 """Group numbers must be below this limit, because they are stored as int32."""
 
 
-def checked_keys(keys: ArrayLike, dim: int, *, what: str = "keys") -> Keys:
+def validate_keys(keys: ArrayLike, dim: int, *, what: str = "keys") -> Keys:
     """Return vectors as a C-contiguous float32 array of shape (n, dim); refuse values that are not finite.
 
     If `keys` is already a C-contiguous float32 array, `keys` itself is returned, not a copy.
@@ -51,7 +51,9 @@ def checked_keys(keys: ArrayLike, dim: int, *, what: str = "keys") -> Keys:
     return array
 
 
-def checked_records(ids: ArrayLike, keys: ArrayLike, groups: ArrayLike, dim: int) -> tuple[Ids, Keys, Groups]:
+def validate_records(
+    ids: ArrayLike, keys: ArrayLike, groups: ArrayLike, dim: int
+) -> tuple[Ids, Keys, Groups]:
     """Check and cast the arguments of `Datastore.add`.
 
     Args:
@@ -70,7 +72,7 @@ def checked_records(ids: ArrayLike, keys: ArrayLike, groups: ArrayLike, dim: int
         DimensionMismatchError: a key does not have `dim` components.
         InvalidVectorError: a component of a key is NaN or infinite.
     """
-    checked = checked_keys(keys, dim)
+    checked = validate_keys(keys, dim)
     id_array, group_array = np.asarray(ids), np.asarray(groups)
     for name, array, limit in (("ids", id_array, ID_LIMIT), ("groups", group_array, _GROUP_LIMIT)):
         if array.shape != (len(checked),):
@@ -89,7 +91,7 @@ def checked_records(ids: ArrayLike, keys: ArrayLike, groups: ArrayLike, dim: int
     return id_array, checked, group_array.astype(np.int32, copy=False)
 
 
-def checked_k(k: int, *, what: str = "k") -> int:
+def validate_k(k: int, *, what: str = "k") -> int:
     """Return a count unchanged, or raise ValueError if the count is below 1.
 
     Args:
@@ -101,7 +103,7 @@ def checked_k(k: int, *, what: str = "k") -> int:
     return k
 
 
-def checked_params(
+def validate_params(
     adapter: str,
     params: dict[str, Any],
     accepted: dict[str, Any],

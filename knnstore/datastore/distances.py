@@ -1,6 +1,6 @@
 """Exact distances between vectors: all pairs, row by row, and the nearest rows of a matrix.
 
-`pairwise` and `nearest_rows` multiply matrices, `paired` subtracts row by row.
+`pairwise_distances` and `find_nearest_rows` multiply matrices, `paired_distances` subtracts row by row.
 """
 
 from typing import Any, TypeVar
@@ -11,7 +11,7 @@ from knnstore.datastore.arrays import Distances, Keys, Metric
 from knnstore.datastore.neighbors import Neighbors
 
 BLOCK_VALUES = 1 << 22
-"""Largest number of float32 components that callers of `paired` pass in one call: 16 MiB."""
+"""Largest number of float32 components that callers of `paired_distances` pass in one call: 16 MiB."""
 
 _PRODUCT_SIZE = 1 << 23  # largest number of entries of a (queries, keys) product in memory
 
@@ -19,10 +19,11 @@ Array = TypeVar("Array", bound=Any)
 """A numpy array or a torch tensor."""
 
 
-def pairwise(queries: Array, keys: Array, metric: Metric | str) -> Array:
+def pairwise_distances(queries: Array, keys: Array, metric: Metric | str) -> Array:
     """Compute the distance of every query to every key by matrix multiplication.
 
-    Rounding errors are up to about 1e-6 of |query|² + |key|²; use `paired` for more accurate distances.
+    Rounding errors are up to about 1e-6 of |query|² + |key|²; use `paired_distances` for more accurate
+    distances.
 
     Args:
         queries: float32, shape (q, dim).
@@ -47,7 +48,7 @@ def pairwise(queries: Array, keys: Array, metric: Metric | str) -> Array:
     return distances
 
 
-def paired(queries: Keys, keys: Keys, metric: Metric) -> Distances:
+def paired_distances(queries: Keys, keys: Keys, metric: Metric) -> Distances:
     """Compute the distance between row i of `queries` and row i of `keys`, for each i.
 
     L2 distances are computed from the differences of the vectors, so they are accurate even for nearly equal
@@ -70,7 +71,7 @@ def paired(queries: Keys, keys: Keys, metric: Metric) -> Distances:
     return distances
 
 
-def nearest_rows(
+def find_nearest_rows(
     queries: Keys, keys: Keys, k: int, metric: Metric, norms: Distances | None = None
 ) -> Neighbors:
     """Find the k nearest rows of a matrix of keys for each query by comparing with every row.
@@ -90,7 +91,7 @@ def nearest_rows(
         Row numbers (in `ids`) and distances, each of shape (q, k), nearest first. If n < k, each missing
         neighbor has row number -1 and distance +inf.
     """
-    neighbors = Neighbors.nothing(len(queries), k)
+    neighbors = Neighbors.all_missing(len(queries), k)
     k = min(k, len(keys))
     if not k:
         return neighbors

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
-from knnstore.datastore.arguments import checked_params
+from knnstore.datastore.arguments import validate_params
 from knnstore.datastore.arrays import Capabilities, Filter, Groups, Ids, Keys, Metric
 from knnstore.datastore.neighbors import Neighbors
 from knnstore.datastore.protocol import BATCH_SIZE, Datastore, Mode
@@ -43,7 +43,7 @@ class KeylessDatastore:
         Raises:
             ConfigError: `params` is not empty.
         """
-        checked_params("none", params, accepted={})
+        validate_params("none", params, accepted={})
         return cls(dim, Metric(metric))
 
     @property

@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from knnstore.datastore.arguments import checked_k, checked_keys, checked_params, checked_records
+from knnstore.datastore.arguments import validate_k, validate_keys, validate_params, validate_records
 from knnstore.datastore.arrays import Capabilities, Distances, Filter, Groups, Ids, Keys, Metric
 from knnstore.datastore.neighbors import Neighbors
 from knnstore.datastore.protocol import BATCH_SIZE, Datastore, Mode, read_keys
@@ -32,7 +32,7 @@ class _Records:
     keys: Keys
     groups: Groups
 
-    def rows(self, rows: NDArray[Any]) -> "_Records":
+    def select_rows(self, rows: NDArray[Any]) -> "_Records":
         """Return a copy of some records.
 
         Args:
@@ -84,7 +84,7 @@ class MemoryDatastore:
             DatastoreNotFoundError: mode is ``"r"``: a datastore in memory cannot be read by a second handle.
             ConfigError: dim is below 1, or `params` is not empty.
         """
-        checked_params("memory", params, accepted={})
+        validate_params("memory", params, accepted={})
         if dim < 1:
             raise ConfigError(f"dim must be at least 1, got {dim}")
         if mode == "r":
@@ -119,16 +119,16 @@ class MemoryDatastore:
         Raises:
             ValueError, DimensionMismatchError, InvalidVectorError: an argument is invalid; nothing is stored.
         """
-        ids, keys, groups = checked_records(ids, keys, groups, self._dim)
+        ids, keys, groups = validate_records(ids, keys, groups, self._dim)
         with self._write_lock:
             old = self._get_current_records()
-            unchanged = old.rows(~np.isin(old.ids, ids))
+            unchanged = old.select_rows(~np.isin(old.ids, ids))
             merged = _Records(
                 np.concatenate([unchanged.ids, ids]),
                 np.concatenate([unchanged.keys, keys]),
                 np.concatenate([unchanged.groups, groups]),
             )
-            self._records = merged.rows(np.argsort(merged.ids))
+            self._records = merged.select_rows(np.argsort(merged.ids))
 
     def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
         """Find the k nearest records of each query exactly, by comparing the query with every record.
@@ -142,11 +142,11 @@ class MemoryDatastore:
             Record ids and distances, each of shape (q, k), nearest first. Equally near records are ordered by
             ascending id. If fewer than k records match, each missing neighbor has id -1 and distance +inf.
         """
-        queries, k = checked_keys(queries, self._dim, what="queries"), checked_k(k)
+        queries, k = validate_keys(queries, self._dim, what="queries"), validate_k(k)
         records = self._get_current_records()
         if where is not None:
-            records = records.rows(where.ids.contains(records.ids))
-        neighbors = Neighbors.nothing(len(queries), k)
+            records = records.select_rows(where.ids.contains(records.ids))
+        neighbors = Neighbors.all_missing(len(queries), k)
         # One query at a time, so that no result depends on the other queries of the batch.
         for row, query in enumerate(queries):
             distances = _compute_distances(query, records.keys, self._metric)
@@ -159,7 +159,7 @@ class MemoryDatastore:
         """Delete every record whose id is in the ranges; ids without a record are ignored."""
         with self._write_lock:
             old = self._get_current_records()
-            self._records = old.rows(~ids.contains(old.ids))
+            self._records = old.select_rows(~ids.contains(old.ids))
 
     def count(self) -> int:
         """Return the number of records."""
@@ -181,7 +181,7 @@ class MemoryDatastore:
         records = self._get_current_records()
         rows = np.arange(len(records.ids)) if ids is None else np.flatnonzero(ids.contains(records.ids))
         for start in range(0, len(rows), batch_size):
-            batch = records.rows(rows[start : start + batch_size])
+            batch = records.select_rows(rows[start : start + batch_size])
             yield batch.ids, batch.keys, batch.groups
 
     def get(self, ids: Ids) -> Keys:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knnstore.datastore.arrays import Distances, Ids
-from knnstore.datastore.visits import Visits, apart
+from knnstore.datastore.visits import Visits, split_visits
 
 _COLUMNS_HELD = 16
 """Multiple of k. If the results in memory have more columns together, `merge_many` merges them."""
@@ -32,12 +32,12 @@ class Neighbors:
     """Distances as `Metric` measures them; float32, shape (q, k)."""
 
     @classmethod
-    def nothing(cls, queries: int, k: int) -> "Neighbors":
+    def all_missing(cls, queries: int, k: int) -> "Neighbors":
         """Return a result of shape (queries, k) in which every neighbor is missing: id -1, distance +inf."""
         return cls(np.full((queries, k), -1, np.int64), np.full((queries, k), np.inf, np.float32))
 
     @classmethod
-    def joined(cls, parts: Sequence["Neighbors"], *, axis: int = 1) -> "Neighbors":
+    def concatenate(cls, parts: Sequence["Neighbors"], *, axis: int = 1) -> "Neighbors":
         """Concatenate search results into one result, without sorting.
 
         Args:
@@ -50,12 +50,12 @@ class Neighbors:
             return parts[0]
         if axis == 0:
             width = max(part.ids.shape[1] for part in parts)
-            parts = [part.padded(width) for part in parts]
+            parts = [part.pad_columns(width) for part in parts]
         ids = np.concatenate([part.ids for part in parts], axis)
         return cls(ids, np.concatenate([part.distances for part in parts], axis))
 
     @classmethod
-    def visited(cls, found: Sequence[Visits], queries: int) -> "Neighbors":
+    def from_visits(cls, found: Sequence[Visits], queries: int) -> "Neighbors":
         """Convert visits (distances of queries to all records of a cluster of near keys) to neighbors.
 
         Each record that a query was compared with becomes a neighbor of this query. The rows of the result
@@ -67,12 +67,12 @@ class Neighbors:
             queries: number of queries, q. A query without a visit gets only missing neighbors.
         """
         if found and all(stack.is_by_row(queries) for stack in found):
-            return cls.joined([cls(stack.ids, stack.distances[:, 0]) for stack in found])
-        visits = apart(found)
+            return cls.concatenate([cls(stack.ids, stack.distances[:, 0]) for stack in found])
+        visits = split_visits(found)
         counts = np.zeros(queries, np.int64)
         for visit in visits:
             counts[visit.queries] += len(visit.ids)
-        neighbors = cls.nothing(queries, max(1, int(counts.max(initial=0))))
+        neighbors = cls.all_missing(queries, max(1, int(counts.max(initial=0))))
         counts[:] = 0
         for visit in visits:
             cells = visit.queries[:, None], counts[visit.queries, None] + np.arange(len(visit.ids))
@@ -80,7 +80,7 @@ class Neighbors:
             counts[visit.queries] += len(visit.ids)
         return neighbors
 
-    def nearest_first(self, k: int) -> "Neighbors":
+    def sort_nearest(self, k: int) -> "Neighbors":
         """Return a copy in which the first k columns hold the k nearest neighbors, sorted by distance.
 
         The other neighbors of each query follow in the later columns, unsorted. The number of columns does
@@ -91,7 +91,7 @@ class Neighbors:
                 sorted.
         """
         if k >= self.ids.shape[1]:
-            return self.nearest(self.ids.shape[1])
+            return self.select_nearest(self.ids.shape[1])
         if k == 1:
             return self._map_arrays(partial(_swap_into_first_column, columns=self.distances.argmin(axis=1)))
         order = np.argpartition(self.distances, k - 1, axis=1)
@@ -101,7 +101,7 @@ class Neighbors:
         order[:, :k] = np.take_along_axis(order, near_order, axis=1)
         return self._map_arrays(lambda array: array.take(order))
 
-    def rows(self, rows: NDArray[Any]) -> "Neighbors":
+    def select_rows(self, rows: NDArray[Any]) -> "Neighbors":
         """Return a copy with the neighbors of some queries only.
 
         Args:
@@ -109,7 +109,7 @@ class Neighbors:
         """
         return self._map_arrays(lambda array: array[rows])
 
-    def named(self, ids: Ids) -> "Neighbors":
+    def map_rows_to_ids(self, ids: Ids) -> "Neighbors":
         """Return a result in which row numbers of a searched matrix are replaced by record ids.
 
         A row number r in `self.ids` becomes ids[r], and -1 (a missing neighbor) stays -1. The new result
@@ -123,7 +123,7 @@ class Neighbors:
             named_ids[self.ids < 0] = -1
         return replace(self, ids=named_ids)
 
-    def padded(self, k: int) -> "Neighbors":
+    def pad_columns(self, k: int) -> "Neighbors":
         """Append columns of missing neighbors (id -1 at distance +inf), and return a result with k columns.
 
         Args:
@@ -131,9 +131,13 @@ class Neighbors:
                 are equal, `self` is returned.
         """
         queries, columns = self.ids.shape
-        return self if columns == k else Neighbors.joined([self, Neighbors.nothing(queries, k - columns)])
+        return (
+            self
+            if columns == k
+            else Neighbors.concatenate([self, Neighbors.all_missing(queries, k - columns)])
+        )
 
-    def spread(self, rows: NDArray[np.bool_]) -> "Neighbors":
+    def scatter_rows(self, rows: NDArray[np.bool_]) -> "Neighbors":
         """Return a result for n queries of which only some were searched, shape (n, k).
 
         The i-th row of this result becomes the row of the i-th query whose mask value is True. Each query
@@ -143,22 +147,22 @@ class Neighbors:
             rows: mask of the n queries, shape (n,); it is True for each query that was searched. The number
                 of True values is the number of rows of this result.
         """
-        neighbors = Neighbors.nothing(len(rows), self.ids.shape[1])
-        neighbors.put(rows, self)
+        neighbors = Neighbors.all_missing(len(rows), self.ids.shape[1])
+        neighbors.replace_rows(rows, self)
         return neighbors
 
-    def without(self, gone: NDArray[np.bool_]) -> "Neighbors":
+    def mask_neighbors(self, gone: NDArray[np.bool_]) -> "Neighbors":
         """Return a copy in which the neighbors that a mask selects are replaced by missing neighbors.
 
-        A missing neighbor has id -1 and distance +inf. No neighbor moves to another column; call `nearest` to
-        move missing neighbors to the end of a row.
+        A missing neighbor has id -1 and distance +inf. No neighbor moves to another column; call
+        `select_nearest` to move missing neighbors to the end of a row.
 
         Args:
             gone: mask of the neighbors to remove, shape (q, k).
         """
         return Neighbors(np.where(gone, -1, self.ids), np.where(gone, np.float32(np.inf), self.distances))
 
-    def nearest(self, k: int) -> "Neighbors":
+    def select_nearest(self, k: int) -> "Neighbors":
         """Return the k nearest neighbors of each query, sorted by distance, nearest first.
 
         The columns of `self` may have any order. The result has k columns; if `self` has fewer columns,
@@ -173,9 +177,9 @@ class Neighbors:
             if len(tied):
                 order[tied] = np.lexsort((self.ids[tied], self.distances[tied]), axis=1)
         order = order[:, :k]
-        return self._map_arrays(lambda array: np.take_along_axis(array, order, axis=1)).padded(k)
+        return self._map_arrays(lambda array: np.take_along_axis(array, order, axis=1)).pad_columns(k)
 
-    def put(self, rows: NDArray[Any], part: "Neighbors") -> None:
+    def replace_rows(self, rows: NDArray[Any], part: "Neighbors") -> None:
         """Replace the neighbors of some queries of this result in place.
 
         Args:
@@ -183,7 +187,7 @@ class Neighbors:
             part: the new neighbors, with one row for each replaced row. If `part` has fewer columns than this
                 result, missing neighbors (id -1 at distance +inf) fill the rest.
         """
-        part = part.padded(self.ids.shape[1])
+        part = part.pad_columns(self.ids.shape[1])
         self.ids[rows], self.distances[rows] = part.ids, part.distances
 
     def sort_rows(self, rows: NDArray[np.int64]) -> None:
@@ -192,7 +196,7 @@ class Neighbors:
         Args:
             rows: row numbers of the queries, shape (n,).
         """
-        self.put(rows, self.rows(rows).nearest(self.ids.shape[1]))
+        self.replace_rows(rows, self.select_rows(rows).select_nearest(self.ids.shape[1]))
 
     def _map_arrays(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> "Neighbors":
         """Return a new result whose ids and distances are made from this result's by the same function.
@@ -216,7 +220,7 @@ def _swap_into_first_column(array: NDArray[Any], columns: NDArray[np.intp]) -> N
     return changed
 
 
-def merge(parts: Sequence[Neighbors], queries: int, k: int) -> Neighbors:
+def merge_neighbors(parts: Sequence[Neighbors], queries: int, k: int) -> Neighbors:
     """Merge several search results of the same queries into the k nearest neighbors of each query.
 
     Args:
@@ -231,17 +235,17 @@ def merge(parts: Sequence[Neighbors], queries: int, k: int) -> Neighbors:
     """
     parts = [part for part in parts if part.ids.shape[1]]
     if not parts:
-        return Neighbors.nothing(queries, k)
+        return Neighbors.all_missing(queries, k)
     if len(parts) == 1 and parts[0].ids.shape[1] <= k:
-        return parts[0].padded(k)
-    return Neighbors.joined(parts).nearest(k)
+        return parts[0].pad_columns(k)
+    return Neighbors.concatenate(parts).select_nearest(k)
 
 
 def merge_many(parts: Iterable[Neighbors], queries: int, k: int) -> Neighbors:
     """Merge many search results of the same queries into the k nearest neighbors of each query.
 
-    The function returns the same as `merge`, and takes less memory: whenever the results in memory have more
-    than 16 * k columns together, they are merged into one result.
+    The function returns the same as `merge_neighbors`, and takes less memory: whenever the results in memory
+    have more than 16 * k columns together, they are merged into one result.
 
     Args:
         parts: results of the same queries, each sorted by distance; they are read one after another. No
@@ -259,5 +263,5 @@ def merge_many(parts: Iterable[Neighbors], queries: int, k: int) -> Neighbors:
         held_parts.append(part)
         columns += part.ids.shape[1]
         if columns > _COLUMNS_HELD * k:
-            held_parts, columns = [merge(held_parts, queries, k)], k
-    return merge(held_parts, queries, k)
+            held_parts, columns = [merge_neighbors(held_parts, queries, k)], k
+    return merge_neighbors(held_parts, queries, k)

@@ -1,8 +1,8 @@
 """The contract between knnstore and a vector engine: the `Datastore` protocol, and its optional features.
 
 An optional feature is a protocol with its methods: `SupportsGet`, `SupportsCells`, `SupportsDeviceVisits`,
-`SupportsOptimize`, `SupportsSize`, `SupportsVacuum`, `SupportsBeside`, `SupportsVerify`, `SupportsDamage`,
-`SupportsErase`, `SupportsOwner`, `SupportsUploads`.
+`SupportsOptimize`, `SupportsSize`, `SupportsVacuum`, `SupportsCopyParams`, `SupportsVerify`,
+`SupportsDamage`, `SupportsErase`, `SupportsOwner`, `SupportsUploads`.
 """
 
 from collections.abc import Iterator
@@ -267,11 +267,11 @@ class SupportsVacuum(Protocol):
 
 
 @runtime_checkable
-class SupportsBeside(Protocol):
+class SupportsCopyParams(Protocol):
     """A vector engine, usually a server, that can hold several datastores at one location."""
 
     @classmethod
-    def beside(cls, location: str | Path, **params: Any) -> dict[str, Any]:
+    def choose_copy_params(cls, location: str | Path, **params: Any) -> dict[str, Any]:
         """Choose parameters with which a copy of a datastore can be created at the same location.
 
         The method only chooses parameters; it creates nothing.
@@ -308,19 +308,19 @@ class SupportsDamage(Protocol):
     damaged part is logged once.
     """
 
-    def damaged(self) -> list[DamagedPart]:
+    def list_damaged_parts(self) -> list[DamagedPart]:
         """Return the damaged parts (such as files) that this handle has noticed so far; empty if none.
 
         The method reads no files to look for damage; `SupportsVerify.verify` does.
         """
 
-    def abandon(self, part: DamagedPart) -> None:
+    def remove_damaged_part(self, part: DamagedPart) -> None:
         """Remove a damaged part (such as a file) and all its records from the datastore, durably.
 
-        The records of the part are lost, and `damaged` no longer returns the part.
+        The records of the part are lost, and `list_damaged_parts` no longer returns the part.
 
         Args:
-            part: one of the results of `damaged`.
+            part: one of the results of `list_damaged_parts`.
         """
 
 
@@ -448,7 +448,7 @@ def read_keys(store: Datastore, ids: Ids) -> Keys:
     """
     unique_ids = np.unique(ids)
     found_ids, keys = np.empty(0, np.int64), np.empty((0, store.dim), np.float32)
-    batches = list(store.iterate(ids=IdRanges.of_ids(unique_ids[unique_ids >= 0])))
+    batches = list(store.iterate(ids=IdRanges.from_ids(unique_ids[unique_ids >= 0])))
     if batches:
         found_ids, keys = (np.concatenate(column) for column in list(zip(*batches, strict=True))[:2])
     missing_ids = np.setdiff1d(unique_ids, found_ids)

@@ -48,7 +48,7 @@ class IdRanges:
         self.stops.setflags(write=False)
 
     @classmethod
-    def of_ids(cls, ids: NDArray[np.int64]) -> "IdRanges":
+    def from_ids(cls, ids: NDArray[np.int64]) -> "IdRanges":
         """Return the set that contains exactly the ids of an array.
 
         Args:
@@ -128,7 +128,7 @@ class IdRanges:
         stops = np.minimum(self.stops[own_indices], gaps[gap_indices, 1])
         return IdRanges(np.stack([starts, stops], axis=1))
 
-    def rows_in(self, sorted_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    def find_slices(self, sorted_ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Find where the ids of the set stand in an ascending array of ids.
 
         Args:

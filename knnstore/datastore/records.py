@@ -41,7 +41,7 @@ def record_ids(positions: NDArray[np.int64], tokens: NDArray[np.integer[Any]]) -
     return (positions << _TOKEN_BITS) | tokens.astype(np.int64)
 
 
-def tokens_of(ids: NDArray[np.int64]) -> NDArray[np.int64]:
+def tokens_from_ids(ids: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the token id that each record id encodes, int64, in the shape of `ids`.
 
     The result for id -1, which marks a missing neighbor, is meaningless.
@@ -49,7 +49,7 @@ def tokens_of(ids: NDArray[np.int64]) -> NDArray[np.int64]:
     return ids & (TOKEN_LIMIT - 1)
 
 
-def positions_of(ids: NDArray[np.int64]) -> NDArray[np.int64]:
+def positions_from_ids(ids: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the position in the store that each record id encodes, int64, in the shape of `ids`.
 
     The result for id -1, which marks a missing neighbor, is -1.
@@ -57,7 +57,7 @@ def positions_of(ids: NDArray[np.int64]) -> NDArray[np.int64]:
     return ids >> _TOKEN_BITS
 
 
-def ranges_of(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> IdRanges:
+def id_ranges_from_positions(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> IdRanges:
     """Return the set of all record ids at some positions, with every possible token.
 
     A position is the number of a token in the store; the positions are given as ranges.
@@ -70,7 +70,7 @@ def ranges_of(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> IdRanges:
     return IdRanges(np.stack([starts << _TOKEN_BITS, ends], axis=1))
 
 
-def whole_positions(ids: IdRanges) -> IdRanges:
+def find_whole_positions(ids: IdRanges) -> IdRanges:
     """Return the positions that a set of record ids contains completely.
 
     A record id encodes a position (the number of a token in the store) and a token. A position is in the
@@ -80,6 +80,6 @@ def whole_positions(ids: IdRanges) -> IdRanges:
     Args:
         ids: set of record ids.
     """
-    starts = positions_of(ids.starts - 1) + 1
-    stops = positions_of(ids.stops) + (ids.stops == ID_LIMIT)
+    starts = positions_from_ids(ids.starts - 1) + 1
+    stops = positions_from_ids(ids.stops) + (ids.stops == ID_LIMIT)
     return IdRanges(np.stack([starts, np.maximum(starts, stops)], axis=1))

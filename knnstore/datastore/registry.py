@@ -6,8 +6,9 @@ of knnstore itself are declared in the same way, with one line for each adapter:
     [project.entry-points."knnstore.datastores"]
     milvus = "knnstore_milvus:MilvusDatastore"
 
-`names` lists the adapters, `load` imports one adapter, and `describe` tries all adapters. An adapter is
-imported only when `load` receives its name or `describe` tries it, so a broken adapter affects no other.
+`list_adapters` lists the adapters, `load_adapter` imports one adapter, and `describe_adapters` tries all
+adapters. An adapter is imported only when `load_adapter` receives its name or `describe_adapters` tries it,
+so a broken adapter affects no other.
 """
 
 import difflib
@@ -35,7 +36,7 @@ _OURSELVES = "knnstore"  # its requirements are mostly not those of an adapter's
 _NO_ENGINE = {_OURSELVES, "numpy"}
 """Names of distributions (packages) that adapters require, but that are not vector engines."""
 _PROBE_DIM = 8
-"""Dimension of the temporary datastore that `describe` opens."""
+"""Dimension of the temporary datastore that `describe_adapters` opens."""
 
 _METHODS = [
     name
@@ -53,7 +54,7 @@ class AdapterInfo:
     """Report on one adapter that an installed distribution offers."""
 
     name: str
-    """The adapter's name, the argument of `load`."""
+    """The adapter's name, the argument of `load_adapter`."""
 
     distribution: str
     """Name of the distribution that offers the adapter."""
@@ -92,7 +93,7 @@ class _Offer:
     distribution: Distribution
 
 
-def names() -> list[str]:
+def list_adapters() -> list[str]:
     """Return the names of all installed adapters, sorted, without importing an adapter.
 
     An adapter is a class that connects knnstore to a vector engine.
@@ -100,11 +101,11 @@ def names() -> list[str]:
     return sorted({offer.entry_point.name for offer in _list_offers()})
 
 
-def load(name: str) -> type[Datastore]:
+def load_adapter(name: str) -> type[Datastore]:
     """Import an adapter, which is a class that connects knnstore to a vector engine, and return the class.
 
     Args:
-        name: name of the adapter, one of the names that `names` returns.
+        name: name of the adapter, one of the names that `list_adapters` returns.
 
     Returns:
         The adapter's class; its `open` opens a datastore.
@@ -118,7 +119,7 @@ def load(name: str) -> type[Datastore]:
     return _load_adapter(name, _list_offers())
 
 
-def describe() -> list[AdapterInfo]:
+def describe_adapters() -> list[AdapterInfo]:
     """Try all installed adapters, and return a report on each adapter.
 
     An adapter is a class that connects knnstore to a vector engine. The function imports each adapter, and

@@ -59,12 +59,12 @@ class Visits(NamedTuple):
     """
 
     @classmethod
-    def of(cls, visit: Visit) -> Self:
+    def from_visit(cls, visit: Visit) -> Self:
         """Return a stack that contains only one visit (b = 1). The arrays of the visit are not copied."""
         queries, ids, distances, ranks = visit
         return cls(queries[None], ids[None], distances[None], None if ranks is None else ranks[None])
 
-    def apart(self) -> Iterator[Visit]:
+    def split(self) -> Iterator[Visit]:
         """Yield each visit of the stack separately, as numpy arrays without padding.
 
         Visits without a query or without a record are skipped. Distances on a GPU are copied to main memory.
@@ -97,7 +97,7 @@ class Visits(NamedTuple):
         in_order = self.queries.tolist() == [[query] for query in range(queries)]
         return in_order and self.ids.shape[1] > 0 and isinstance(self.distances, np.ndarray)
 
-    def only(self, records: NDArray[np.bool_]) -> "Visits":
+    def select_records(self, records: NDArray[np.bool_]) -> "Visits":
         """Return a copy in which only the records that a mask selects remain.
 
         Each record that is not selected is replaced by padding: id -1 at distance +inf. The shapes of the
@@ -111,7 +111,7 @@ class Visits(NamedTuple):
         distances.swapaxes(1, 2)[~records] = np.inf
         return self._replace(ids=np.where(records, self.ids, -1), distances=distances)
 
-    def meeting(self) -> NDArray[np.int64]:
+    def find_nonempty_queries(self) -> NDArray[np.int64]:
         """Return the row numbers of the queries that were compared with at least one record, shape (n,).
 
         The row numbers are not sorted, and a query in several visits occurs several times.
@@ -120,7 +120,7 @@ class Visits(NamedTuple):
         return queries[queries >= 0]
 
 
-def apart(visits: Iterable[Visits]) -> list[Visit]:
+def split_visits(visits: Iterable[Visits]) -> list[Visit]:
     """Divide stacks of visits into single `Visit` objects, whose numpy arrays have no padding.
 
     A visit holds the distances between some queries and all records of a cell, which is a cluster of nearby
@@ -130,7 +130,7 @@ def apart(visits: Iterable[Visits]) -> list[Visit]:
     Args:
         visits: stacks of visits; without stacks, the result is empty.
     """
-    return [visit for stack in visits for visit in stack.apart()]
+    return [visit for stack in visits for visit in stack.split()]
 
 
 class DeviceVisits(Protocol):

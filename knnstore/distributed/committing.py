@@ -54,7 +54,7 @@ def commit_plan(store: KNNStore, folder: PlanFolder, *, progress: Progress | Non
     shown, plan = progress or Progress(), folder.plan
     lease = _find_lease(store, plan, folder)
     if lease.is_committed:  # the first commit may have been interrupted before its last step
-        _finish(store, folder)
+        _finish_commit(store, folder)
         return Committed(0, 0, (), was_committed=True)
     # 1) Check the keys of all shards before anything is written.
     problems = []
@@ -77,7 +77,7 @@ def commit_plan(store: KNNStore, folder: PlanFolder, *, progress: Progress | Non
     with store.ingest_leased(lease) as ingest:
         for shard in plan.shards:
             documents = folder.read_documents(shard)
-            versions = store.versions(plan.domain, [planned.document.id for planned in documents])
+            versions = store.stored_versions(plan.domain, [planned.document.id for planned in documents])
             starts = {id: version.start for id, version in versions.items()}
             # A document is left out if its stored version has changed since the plan was made.
             is_current = [
@@ -101,12 +101,12 @@ def commit_plan(store: KNNStore, folder: PlanFolder, *, progress: Progress | Non
         failpoint("commit.before")
     failpoint("commit.after")
     # 3) Index the store, and empty the folder.
-    _finish(store, folder)
+    _finish_commit(store, folder)
     shown.finish()
     return Committed(added, tokens, tuple(skipped), was_committed=False)
 
 
-def _finish(store: KNNStore, folder: PlanFolder) -> None:
+def _finish_commit(store: KNNStore, folder: PlanFolder) -> None:
     """Index the store, save its default settings, and remove documents and keys from the folder.
 
     If the disk is too full for the indexes, a warning is logged, and the rest is done.

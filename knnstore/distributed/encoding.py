@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from knnstore.datastore import ranges_of, record_ids
+from knnstore.datastore import id_ranges_from_positions, record_ids
 from knnstore.distributed.plan_folder import PlanFolder, PlannedDocument, Shard
 from knnstore.documents import SOURCE
 from knnstore.errors import ConfigError, InvalidVectorError, ModelOutputError, PlanError
 from knnstore.failpoints import failpoint
-from knnstore.lm import Encoder, TextReader, check_matches, create_not_finite_error, load_model, pack
+from knnstore.lm import Encoder, TextReader, check_matches, create_not_finite_error, load_model, pack_windows
 from knnstore.progress import Progress
 
 _BLOCK_RECORDS = 1 << 14  # records that are uploaded at once
@@ -136,7 +136,7 @@ class ShardEncoder:
         identity = folder.identity
         base, tokenizer = load_model(model or identity.model, device=device, dtype=dtype)
         check_matches(base, tokenizer if identity.is_paired else None, identity)
-        self._encoder = Encoder.of(base, folder)
+        self._encoder = Encoder.for_store(base, folder)
         self._reader = TextReader(self._encoder, tokenizer, identity.max_length, identity.stride)
         self._folder = folder
 
@@ -179,7 +179,7 @@ class ShardEncoder:
             sources = self._reader.document_tokenizer.tokenize_sources(
                 [planned.document.metadata[SOURCE] for planned in documents]
             )
-        batches = pack(
+        batches = pack_windows(
             [planned.document.tokens for planned in documents],
             prefix=plan.prefix,
             max_length=plan.identity.max_length,
@@ -188,7 +188,7 @@ class ShardEncoder:
             sources=sources,
         )
         for batch in batches:
-            computed = self._encoder.keys(batch.input_ids, batch.at, batch.source).cpu().numpy()
+            computed = self._encoder.compute_keys(batch.input_ids, batch.at, batch.source).cpu().numpy()
             self._encoder.check_once(batch.input_ids, batch.source)
             with np.errstate(over="ignore"):
                 rounded = computed.astype(plan.dtype)
@@ -261,7 +261,7 @@ class ShardUploader:
         documents, digest = folder.read_documents(shard), folder.read_digest(shard)
         keys, name = folder.open_keys(shard), folder.name_upload(shard, digest)
         start = folder.plan.start + shard.start
-        positions = ranges_of(np.array([start]), np.array([start + shard.tokens]))
+        positions = id_ranges_from_positions(np.array([start]), np.array([start + shard.tokens]))
         if self._datastore.count_uploaded(positions, name, self._group) == shard.records:
             folder.note_upload(shard, digest)
             return False

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from knnstore.durable import open_file, read_file, sync_directory
 from knnstore.errors import PlanError
 from knnstore.failpoints import failpoint
-from knnstore.space import medium_errors
+from knnstore.space import convert_disk_errors
 from knnstore.store import PLAN_FILES, Identity, NewDocument, UploadTarget, Weights, load_weights
 
 _FORMAT = 1
@@ -240,9 +240,9 @@ class PlanFolder:
             raise PlanError(f"the plan in {self.path} was committed or dropped meanwhile")
         content = np.ascontiguousarray(keys, np.dtype(self.plan.dtype).newbyteorder("<")).data.cast("B")
         digest = hashlib.sha256(content).hexdigest()
-        with medium_errors(self.key_files):
+        with convert_disk_errors(self.key_files):
             self.key_files.mkdir(exist_ok=True)
-            self._replace(self._name_keys(shard, digest), content)
+            self._replace_file(self._name_keys(shard, digest), content)
             failpoint("plan.keys.renamed")
             self._describe_keys(shard, digest, is_uploaded=False)
         failpoint("plan.keys.published")
@@ -257,7 +257,7 @@ class PlanFolder:
         Raises:
             DiskFullError: the disk of the folder is full.
         """
-        with medium_errors(self.key_files):
+        with convert_disk_errors(self.key_files):
             self._describe_keys(shard, digest, is_uploaded=True)
 
     def is_uploaded(self, shard: Shard) -> bool:
@@ -394,9 +394,9 @@ class PlanFolder:
         description = {
             "plan": self.plan.id, "records": shard.records, "sha256": digest, "uploaded": is_uploaded
         }  # fmt: skip
-        self._replace(f"{shard.number:05}.json", json.dumps(description).encode())
+        self._replace_file(f"{shard.number:05}.json", json.dumps(description).encode())
 
-    def _replace(self, name: str, content: bytes | memoryview) -> None:
+    def _replace_file(self, name: str, content: bytes | memoryview) -> None:
         """Create or replace a file in the folder ``keys``, atomically and durably.
 
         Several processes may replace the same file at the same time.
@@ -483,7 +483,7 @@ class ShardWriter:
         lines = list(_describe_documents(documents))
         rows = "".join(f"{line}\n" for line in lines).encode()
         tokens = b"".join(planned.document.tokens.astype("<u4").tobytes() for planned in documents)
-        with medium_errors(self._making):
+        with convert_disk_errors(self._making):
             for file, content in ((rows_file, rows), (tokens_file, tokens)):
                 _write_durably(file, content)
         self._content.update(rows)

@@ -9,7 +9,7 @@ from uuid import uuid4
 
 from transformers import PreTrainedTokenizerBase
 
-from knnstore.checks import check_name, distinct_names
+from knnstore.checks import check_distinct_names, check_name
 from knnstore.distributed.plan_folder import Plan, PlanFolder, PlannedDocument, ShardWriter
 from knnstore.documents import OnBad
 from knnstore.errors import ConfigError, PlanError
@@ -83,7 +83,7 @@ def make_plan(
     decoder_prefix = load_decoder_prefix(model or identity.model) if identity.is_paired else None
     check_tokenizer(tokenizer, identity, decoder_prefix)
     check_name(domain, "the domain's name")
-    names = distinct_names(tags, "tag")
+    names = check_distinct_names(tags, "tag")
     earlier = _find_earlier_plan(store, folder)
     if earlier is not None and earlier.domain != domain:
         raise PlanError(

@@ -106,7 +106,7 @@ def encode_shards_in_processes(
                 message = messages.get(timeout=_SECONDS_BETWEEN_CHECKS if is_running else 0.01)
             except Empty:
                 if statuses:  # a process that was killed may hold a lock for which the others would wait
-                    problem = f"a process ended with {_name_status(statuses[0])}"
+                    problem = f"a process ended with {_format_exit_status(statuses[0])}"
                 elif not is_running:
                     break
                 continue
@@ -142,7 +142,7 @@ def _ignore_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
 
 
-def _name_status(status: int | None) -> str:
+def _format_exit_status(status: int | None) -> str:
     """Return the exit status of a process as text, for example "SIGKILL" or "status 1"."""
     if status is not None and status < 0:
         with suppress(ValueError):

@@ -10,10 +10,18 @@ from knnstore.documents.document import (
     Origin,
     Reason,
     TextDocument,
-    documents_of,
+    convert_rows_to_documents,
 )
 from knnstore.documents.git_tree import GitTree
-from knnstore.documents.paths import HUB, STDIN, OnIgnored, check_paths, is_among, read_documents, size_of
+from knnstore.documents.paths import (
+    HUB,
+    STDIN,
+    OnIgnored,
+    check_paths,
+    estimate_size,
+    is_file_in_paths,
+    read_documents,
+)
 from knnstore.documents.source_files import UTF8, decode_text
 
 __all__ = [
@@ -32,9 +40,9 @@ __all__ = [
     "Reason",
     "TextDocument",
     "check_paths",
+    "convert_rows_to_documents",
     "decode_text",
-    "documents_of",
-    "is_among",
+    "estimate_size",
+    "is_file_in_paths",
     "read_documents",
-    "size_of",
 ]

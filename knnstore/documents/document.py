@@ -98,7 +98,7 @@ class Entry(NamedTuple):
     """Id of the document; None if it is known only after reading."""
 
     @classmethod
-    def refused(
+    def from_error(
         cls, where: str, error: InputError, *, in_folder: bool = False, id: str | None = None
     ) -> "Entry":
         """Return an entry for a document that is known to be unusable. Reading the entry raises an error.
@@ -279,7 +279,7 @@ def _hash_content(text: str, source: str | None) -> str:
     return hashlib.sha256(content.encode(errors="replace")).hexdigest()
 
 
-def documents_of(
+def convert_rows_to_documents(
     rows: Iterable[object],
     *,
     source: str = "document",

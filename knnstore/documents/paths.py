@@ -58,7 +58,7 @@ class Kind(NamedTuple):
     is_document: bool = False
     """True if each file is one document, whose id is its path; False if a file may contain several."""
     is_mostly_text: bool = True
-    """True if the size of a file is about the size of its texts, so that `size_of` can use it."""
+    """True if the size of a file is about the size of its texts, so that `estimate_size` can use it."""
 
 
 def _make_whole_file_reader(
@@ -172,7 +172,7 @@ class Place(NamedTuple):
         """Id of the document if it is known before the file is read, else None."""
         return self.id if self.is_document else None
 
-    def source(self, encoding: str = UTF8) -> Source:
+    def create_source(self, encoding: str = UTF8) -> Source:
         """Return an object that opens and decodes the file. The file is not opened yet.
 
         Args:
@@ -339,7 +339,7 @@ def check_paths(paths: Iterable[str | Path], fields: Fields = FIELDS, encoding: 
                 break
 
 
-def size_of(paths: Iterable[str | Path]) -> int | None:
+def estimate_size(paths: Iterable[str | Path]) -> int | None:
     """Return the approximate number of bytes of text that `read_documents` would read.
 
     Args:
@@ -363,7 +363,7 @@ def size_of(paths: Iterable[str | Path]) -> int | None:
     return total
 
 
-def is_among(file: Path, paths: Iterable[str | Path]) -> bool:
+def is_file_in_paths(file: Path, paths: Iterable[str | Path]) -> bool:
     """Check whether a file is among the files that `read_documents` reads for a list of paths.
 
     Returns True also if the file would be read by another path that leads to the same file, such as a link.
@@ -399,7 +399,7 @@ def _read_place(place: Place, fields: Fields, encoding: str) -> Iterator[Entry]:
             for number, row in enumerate(read_data_set_rows(place.path.removeprefix(HUB)), start=1):
                 yield Entry(f"{place.path} row {number}", partial(TextDocument.from_row, row, fields))
         elif place.kind is not None:
-            for entry in place.kind.read(place.source(encoding), fields):
+            for entry in place.kind.read(place.create_source(encoding), fields):
                 yield entry._replace(read=partial(_read_entry, entry), in_folder=place.in_folder)
         elif Path(place.path).exists():
             raise InputError(f"unknown kind of file; accepted kinds are {ACCEPTED}")
@@ -407,7 +407,7 @@ def _read_place(place: Place, fields: Fields, encoding: str) -> Iterator[Entry]:
             raise InputError(f"no such file or folder (a data set of the hub is {HUB}NAME)")
     except (InputError, *UNREADABLE) as error:
         problem = error if isinstance(error, InputError) else make_unreadable_error(error)
-        yield Entry.refused(place.path, problem, in_folder=place.in_folder, id=place.known_id)
+        yield Entry.from_error(place.path, problem, in_folder=place.in_folder, id=place.known_id)
 
 
 def _read_entry(entry: Entry) -> TextDocument:

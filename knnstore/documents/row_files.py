@@ -85,7 +85,7 @@ def read_json_line_entries(name: str, lines: Iterable[bytes], fields: Fields) ->
     for number, line in enumerate(lines, start=1):
         if len(line) > MAX_DOCUMENT_BYTES:
             is_empty = False
-            yield Entry.refused(f"{name} row {number}", make_too_large_error("the line"))
+            yield Entry.from_error(f"{name} row {number}", make_too_large_error("the line"))
             continue
         stripped = line.removeprefix(codecs.BOM_UTF8).strip()
         if not stripped:
@@ -95,12 +95,12 @@ def read_json_line_entries(name: str, lines: Iterable[bytes], fields: Fields) ->
             message = (
                 f"not JSON Lines: {value} begins here and continues on later lines; rename the file to .json"
             )
-            yield Entry.refused(f"{name} row {number}", InputError(message))
+            yield Entry.from_error(f"{name} row {number}", InputError(message))
             return
         is_empty = False
         yield Entry(f"{name} row {number}", partial(_parse_line, line, fields))
     if is_empty:
-        yield Entry.refused(name, RefusedError("the file is empty", Reason.EMPTY))
+        yield Entry.from_error(name, RefusedError("the file is empty", Reason.EMPTY))
 
 
 def _parse_line(line: bytes, fields: Fields) -> TextDocument:
@@ -306,7 +306,7 @@ def _read_table_entries(name: str, lines: _Lines, fields: Fields, delimiter: str
         try:
             cells = next(rows, None)
         except csv.Error as error:
-            yield Entry.refused(
+            yield Entry.from_error(
                 f"{name} line {line_number}", InputError(f"not a table: {_explain_csv_error(error)}")
             )
             return
@@ -327,7 +327,7 @@ def _read_table_entries(name: str, lines: _Lines, fields: Fields, delimiter: str
             continue
         has_rows = True
         if problem is not None:
-            yield Entry.refused(where, problem)
+            yield Entry.from_error(where, problem)
         else:
             yield Entry(where, partial(_parse_cells, columns, cells, fields))
     # 3) Refuse a file without rows.
@@ -475,7 +475,7 @@ def read_parquet(source: Source, fields: Fields) -> Iterator[Entry]:
                         number += 1
                         where = f"{name} row {number}"
                         if isinstance(row, InputError):
-                            yield Entry.refused(where, row)
+                            yield Entry.from_error(where, row)
                         else:
                             yield Entry(where, partial(TextDocument.from_row, row, fields))
             if not number:

@@ -213,7 +213,7 @@ def read_utf8_lines(stream: IO[bytes], encoding: str = UTF8) -> Iterator[bytes]:
         while line := stream.readline(limit):
             number += 1
             if number == 1:
-                _check_beginning(line)
+                _refuse_utf16_and_utf32(line)
                 if b"\0" in line and _guess_wide_encoding(line):
                     decode_text(line)  # raises an error that names the likely encoding
             yield line
@@ -276,7 +276,7 @@ def decode_text(data: bytes, encoding: str = UTF8, suffix: str = "") -> str:
                 f"binary data (a NUL at character {text.index(chr(0))}), not text", Reason.BINARY
             )
         return text.removeprefix("\ufeff")
-    _check_beginning(data)
+    _refuse_utf16_and_utf32(data)
     if b"\0" in data:
         guess = _guess_wide_encoding(data)
         hint = f"; it looks like {guess.upper()}: give --encoding {guess}" if guess else ""
@@ -338,7 +338,7 @@ def make_unreadable_error(error: Exception) -> RefusedError:
     return RefusedError(f"cannot be read: {message}", Reason.UNREADABLE)
 
 
-def _check_beginning(data: bytes) -> None:
+def _refuse_utf16_and_utf32(data: bytes) -> None:
     """Raise `RefusedError` if the bytes begin with a byte order mark of UTF-16 or UTF-32."""
     for mark, name in _BOMS:
         if data.startswith(mark):

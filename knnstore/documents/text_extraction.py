@@ -96,7 +96,7 @@ def extract_html_text(page: str) -> tuple[str, str]:
         parser.finish()
     except AssertionError as error:  # Python's parser raises it for some broken declarations
         raise InputError(f"not HTML: {error}") from error
-    return parser.text(), " ".join("".join(parser.title).split())
+    return parser.get_text(), " ".join("".join(parser.title).split())
 
 
 class _TextParser(HTMLParser):
@@ -198,7 +198,7 @@ class _TextParser(HTMLParser):
         else:
             self._parts.append(re.sub(r"\s+", " ", data))
 
-    def text(self) -> str:
+    def get_text(self) -> str:
         """Return the visible text that was collected, without empty lines.
 
         Spaces at the ends of lines are removed. All other spaces in ``<pre>`` are kept. Outside of ``<pre>``,

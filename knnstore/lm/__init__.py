@@ -66,6 +66,7 @@ if TYPE_CHECKING:
         check_matches,
         check_tokenizer,
         check_tokens,
+        convert_tokenizer_panics,
         copy_without_gaps,
         create_not_finite_error,
         decode_tokens,
@@ -74,13 +75,14 @@ if TYPE_CHECKING:
         load_decoder_prefix,
         load_model,
         load_text_parts,
-        named_panics,
-        pack,
+        pack_windows,
         prefix_of,
         split_text,
         usable_documents,
     )
     from knnstore.lm.reading import add as add_documents
+    from knnstore.lm.reading import convert_tokenizer_panics as named_panics  # former name, for one release
+    from knnstore.lm.reading import pack_windows as pack  # former name, for one release
     from knnstore.lm.scoring import (
         Audit,
         Check,
@@ -91,8 +93,9 @@ if TYPE_CHECKING:
         Passage,
         TextNeighbors,
         TokenTable,
-        replacing,
+        replace_file,
     )
+    from knnstore.lm.scoring import replace_file as replacing  # former name, for one release
     from knnstore.lm.settings import (
         CalibrationRecord,
         KNNSettings,
@@ -191,6 +194,7 @@ __all__ = [
     "check_tokens",
     "choose_model_class",
     "completed",
+    "convert_tokenizer_panics",
     "copy_without_gaps",
     "create",
     "create_not_finite_error",
@@ -214,12 +218,14 @@ __all__ = [
     "overridden",
     "own_settings_for",
     "pack",
+    "pack_windows",
     "predict_next",
     "prefix_of",
     "propose_together",
     "read_part",
     "register_component",
     "register_mixer",
+    "replace_file",
     "replacing",
     "resolve",
     "save_default_settings",

@@ -1,7 +1,7 @@
 """The text before each position whose next token is predicted. Components use it to retrieve.
 
 `Contexts` holds positions and their texts. It is made from a forward pass that continues texts
-(`Contexts.of_pass`), or from documents that are scored window by window (`DocumentTexts`). `CutTexts` holds
+(`Contexts.from_pass`), or from documents that are scored window by window (`DocumentTexts`). `CutTexts` holds
 only the part of each text that is near its positions.
 """
 
@@ -20,7 +20,7 @@ Text = NDArray[np.integer[Any]]
 
 
 class CutTexts(NamedTuple):
-    """The texts of contexts without the tokens that are far before all positions; see `Contexts.cut`."""
+    """The texts of contexts, cut by `Contexts.cut_to_positions`: without tokens far before all positions."""
 
     texts: list[Text]
     """Token ids of each text that has a position, shapes (n_i,)."""
@@ -65,10 +65,10 @@ class Contexts:
     """
     known: dict[Any, Any]
     """Cache of values that components computed from the texts. The results of `select_rows` and
-    `at_positions` share this dictionary with the original."""
+    `with_positions` share this dictionary with the original."""
 
     @classmethod
-    def of_pass(cls, batch: TextBatch, prefix: Sequence[int], kept: Numbers) -> Self:
+    def from_pass(cls, batch: TextBatch, prefix: Sequence[int], kept: Numbers) -> Self:
         """Create the contexts of selected positions of one forward pass of the model.
 
         The context of a position is the tokens of its text up to this position, including the token at the
@@ -84,10 +84,10 @@ class Contexts:
         owners = kept // batch.is_text.shape[1]
         read = np.array(batch.starts, np.int64)[:, None] + batch.is_text.cumsum(1)
         is_text = batch.is_text.ravel()[kept]
-        return cls.of_texts(batch.texts, batch.stops, prefix, owners, read.ravel()[kept], is_text)
+        return cls.from_texts(batch.texts, batch.stops, prefix, owners, read.ravel()[kept], is_text)
 
     @classmethod
-    def of_texts(
+    def from_texts(
         cls,
         states: Sequence[TextState],
         stops: Sequence[int],
@@ -125,8 +125,8 @@ class Contexts:
         return cls(texts, is_whole, owners, lengths, states, heads, ends, {})
 
     @classmethod
-    def of_documents(cls, texts: Sequence[Text]) -> Self:
-        """Create contexts of whole documents, without positions; `at_positions` adds positions.
+    def from_documents(cls, texts: Sequence[Text]) -> Self:
+        """Create contexts of whole documents, without positions; `with_positions` adds positions.
 
         Args:
             texts: token ids of each document, without the prefix.
@@ -134,7 +134,7 @@ class Contexts:
         none = np.zeros(0, np.int64)
         return cls(texts, [True] * len(texts), none, none, (), (), none, {})
 
-    def at_positions(self, owners: Numbers, lengths: Numbers) -> Self:
+    def with_positions(self, owners: Numbers, lengths: Numbers) -> Self:
         """Return contexts with the same texts and with other positions; all their `ends` are 0.
 
         Args:
@@ -144,7 +144,7 @@ class Contexts:
         return replace(self, owners=owners, lengths=lengths, ends=np.zeros_like(lengths))
 
     @classmethod
-    def joined(cls, parts: Sequence["Contexts"]) -> "Contexts":
+    def concatenate(cls, parts: Sequence["Contexts"]) -> "Contexts":
         """Concatenate the texts and the positions of several contexts into one object.
 
         Args:
@@ -180,7 +180,7 @@ class Contexts:
         """
         return replace(self, owners=self.owners[rows], lengths=self.lengths[rows], ends=self.ends[rows])
 
-    def targets(self, rows: Numbers) -> Numbers:
+    def target_tokens(self, rows: Numbers) -> Numbers:
         """Return the target token of each selected position: the token at the position itself.
 
         Args:
@@ -195,7 +195,7 @@ class Contexts:
             found[of_text] = self.texts[text][lengths[of_text]]
         return found
 
-    def cut(self, before: int) -> CutTexts:
+    def cut_to_positions(self, before: int) -> CutTexts:
         """Return the texts shortened to the part around their positions.
 
         A cut text begins `before` tokens before its first position, or where the text begins. It ends with

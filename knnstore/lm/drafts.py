@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knnstore.errors import ConfigError
-from knnstore.lm.reading import max_length_of
+from knnstore.lm.reading import read_max_length
 from knnstore.lm.settings import KNNSettings
-from knnstore.store import Draft, NGramCounts, Reader, draft_from
+from knnstore.store import Draft, NGramCounts, Reader, draft_continuation
 
 _MAX_DRAFT = 16
 """Largest number of tokens of a draft."""
@@ -119,7 +119,7 @@ class Drafts:
             self._counts = self._store.ngrams(self._selection)
         if most < 1:
             return []
-        repeated, stored = _draft_repetition(text, most), draft_from(self._counts.text, text, most)
+        repeated, stored = _draft_repetition(text, most), draft_continuation(self._counts.text, text, most)
         shorter = min(len(repeated.tokens), len(stored.tokens))
         agreed = int((repeated.tokens[:shorter] == stored.tokens[:shorter]).cumprod().sum())
         candidates = []
@@ -211,7 +211,7 @@ def limit_drafts(config: Any, lengths: Sequence[int], most: Sequence[int]) -> li
         most: the largest number of tokens of a draft that each text can use.
     """
     try:
-        room = max_length_of(config) - 1 - max(lengths)
+        room = read_max_length(config) - 1 - max(lengths)
     except ConfigError:  # the model has no last position
         return list(most)
     return [min(limit, room) for limit in most]

@@ -1,9 +1,9 @@
-"""The retrieval flow: `look_up` collects the evidence of all components, and `mixture_of` mixes it.
+"""The retrieval flow: `look_up` collects the evidence of all components, and `build_mixture` mixes it.
 
 A program that runs the model makes a `Batch` of the positions to predict, calls `look_up` once, and mixes::
 
     evidence = look_up(reader, settings, batch, Form.DISTRIBUTION)
-    log_probs = mixture_of(settings, evidence).distribution(ModelDistribution(logits))
+    log_probs = build_mixture(settings, evidence).compute_log_probs(ModelDistribution(logits))
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from knnstore.lm.components import (
     RecentText,
     TextComponent,
     find_by_name,
-    other_components,
+    load_plugin_components,
     weigh_by_gate,
 )
 from knnstore.lm.contexts import Contexts
@@ -37,12 +37,12 @@ _BUILT_IN: Sequence[Component] = (_KEYS, *_TEXT_COMPONENTS)
 """Order matters: without a gate, each component is mixed over the result of the earlier ones."""
 
 
-def all_components() -> Sequence[Component]:
+def list_components() -> Sequence[Component]:
     """Return the built-in components, then those of other packages, in the order in which they are mixed.
 
     A component is one kind of memory whose predictions are mixed with the model's, such as keys or n-grams.
     """
-    return (*_BUILT_IN, *other_components().values())
+    return (*_BUILT_IN, *load_plugin_components().values())
 
 
 def look_up(reader: Reader, settings: KNNSettings, batch: Batch, form: Form) -> Evidence:
@@ -69,7 +69,7 @@ def look_up(reader: Reader, settings: KNNSettings, batch: Batch, form: Form) -> 
     if settings.needs_text:
         assert batch.contexts is not None
         parts = settings.parts
-        components: Sequence[TextComponent] = (*_TEXT_COMPONENTS, *other_components().values())
+        components: Sequence[TextComponent] = (*_TEXT_COMPONENTS, *load_plugin_components().values())
         for component in components:
             if component.name in parts:
                 part = parts[component.name]
@@ -80,7 +80,7 @@ def look_up(reader: Reader, settings: KNNSettings, batch: Batch, form: Form) -> 
     return Evidence(batch.lm_max, searches, batch.keys, batch.lm_entropy, found)
 
 
-def mixture_of(settings: KNNSettings, evidence: Evidence) -> Mixture:
+def build_mixture(settings: KNNSettings, evidence: Evidence) -> Mixture:
     """Choose each component's weight at n positions, and return the mixture of all components with the model.
 
     Args:
@@ -89,7 +89,7 @@ def mixture_of(settings: KNNSettings, evidence: Evidence) -> Mixture:
             component then has the λ of its own settings.
         evidence: the results of the components' look-ups at the n positions.
     """
-    components, parts = all_components(), settings.parts
+    components, parts = list_components(), settings.parts
     weighed = {} if settings.gate is None else weigh_by_gate(settings.gate, components, parts, evidence)
     parts = {_KEYS.name: settings, **parts}  # keys are reported even if their weight is 0
     contributions = [
@@ -122,13 +122,15 @@ def cite_places(
     Returns:
         The places of each component in use, by its name. Components that list no places are left out.
     """
-    components, parts = {component.name: component for component in all_components()}, settings.parts
+    components, parts = {component.name: component for component in list_components()}, settings.parts
     cited = {}
     for number, contribution in enumerate(mixture.components):
         name = contribution.name
         component, part = components[name], parts.get(name, settings)
         question = _create_question(component, part, reader, settings, contexts, evidence.keys)
-        places = component.cite(question, find_by_name(evidence, name), mixture.weights_in(number), most)
+        places = component.cite(
+            question, find_by_name(evidence, name), mixture.component_weights(number), most
+        )
         if places is not None:
             cited[name] = places
     return cited

@@ -17,7 +17,7 @@ from knnstore.lm.batch import Batch
 from knnstore.lm.components import Form
 from knnstore.lm.contexts import Contexts
 from knnstore.lm.mixing import Likelihoods, ModelDistribution
-from knnstore.lm.mixture import look_up, mixture_of
+from knnstore.lm.mixture import build_mixture, look_up
 from knnstore.lm.settings import KNNSettings
 from knnstore.store import Reader
 
@@ -109,9 +109,9 @@ class RowMixer:
         count = min(count, rows.logits.shape[1])
         lm = ModelDistribution(rows.logits)
         if settings.is_model_alone:
-            return Likelihoods.of(lm.log_probs, targets, count)
-        batch = _batch(rows, lm, settings, targets)
-        mixture = mixture_of(settings, look_up(self._store, settings, batch, Form.DISTRIBUTION))
+            return Likelihoods.from_log_probs(lm.log_probs, targets, count)
+        batch = _build_batch(rows, lm, settings, targets)
+        mixture = build_mixture(settings, look_up(self._store, settings, batch, Form.DISTRIBUTION))
         return mixture.score_targets(lm.log_probs, targets, count)
 
     def _mix_alike(self, rows: Rows, settings: KNNSettings) -> Tensor:
@@ -138,19 +138,21 @@ class RowMixer:
             at = slice(start, start + step)
             some = rows if start == 0 and step >= len(rows.logits) else rows.select(at)
             lm = ModelDistribution(some.logits)
-            batch = _batch(some, lm, settings)
-            mixture = mixture_of(settings, look_up(self._store, settings, batch, Form.DISTRIBUTION))
+            batch = _build_batch(some, lm, settings)
+            mixture = build_mixture(settings, look_up(self._store, settings, batch, Form.DISTRIBUTION))
             # To ask a GPU would mean to wait for it; its rows without a result have the model's log p.
             is_anything_found = (
                 is_anything_found or some.logits.device.type != "cpu" or mixture.is_anything_found
             )
-            parts.append(mixture.distribution(lm))
+            parts.append(mixture.compute_log_probs(lm))
         if not is_anything_found:
             return rows.logits
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _batch(rows: Rows, lm: ModelDistribution, settings: KNNSettings, targets: Tensor | None = None) -> Batch:
+def _build_batch(
+    rows: Rows, lm: ModelDistribution, settings: KNNSettings, targets: Tensor | None = None
+) -> Batch:
     """Create the input of `look_up`, a `Batch`, from rows with the same settings.
 
     Args:

@@ -116,9 +116,9 @@ class TextState:
         self._append_tokens(_NO_TOKEN if tokens is None else tokens, len(keys))
         if tokens is None:
             self._unknown_stop = self.length
-        self._keys = _write(self._keys, keys, start - self._first_key)
+        self._keys = _write_rows(self._keys, keys, start - self._first_key)
         if states is not None:
-            self._states = _write(self._states, states, start - self._first_state)
+            self._states = _write_rows(self._states, states, start - self._first_state)
 
     def append_without_keys(self, tokens: Tokens) -> None:
         """Append tokens without keys, because the tokens' KV cache is reused or no setting needs keys.
@@ -239,7 +239,7 @@ def append_pass(
     if is_text is None:
         is_text = np.ones(states.shape[:2], np.bool_)
     is_padded = not is_text.all()
-    keys = project(_join(texts, states, is_text, joining) if joining.discounts else states)
+    keys = project(_join_states(texts, states, is_text, joining) if joining.discounts else states)
     ids = None if tokens is None else tokens.cpu().numpy()
     for row, text in enumerate(texts):
         at: slice | NDArray[np.int64] = slice(0, length)
@@ -250,7 +250,9 @@ def append_pass(
     return keys, TextBatch(texts, [text.length for text in texts], is_text)
 
 
-def _join(texts: Sequence[TextState], states: Tensor, is_text: NDArray[np.bool_], joining: Joining) -> Tensor:
+def _join_states(
+    texts: Sequence[TextState], states: Tensor, is_text: NDArray[np.bool_], joining: Joining
+) -> Tensor:
     """Add to each hidden state of a pass the weighted states of the previous tokens of its text.
 
     Args:
@@ -266,14 +268,14 @@ def _join(texts: Sequence[TextState], states: Tensor, is_text: NDArray[np.bool_]
     before = torch.stack([text.last_states(count, states) for text in texts])
     all_states = torch.cat([before, states], 1)
     if is_text.all():
-        return joining.after(all_states)
+        return joining.join_states(all_states)
     back = np.arange(count, 0, -1)
     is_known = back <= np.array([text.length for text in texts])[:, None]
     attended = torch.from_numpy(np.concatenate([is_known, is_text], 1)).to(states.device)
     return joining(all_states, attended)[:, count:]
 
 
-def _write(buffer: Tensor | None, rows: Tensor, start: int) -> Tensor:
+def _write_rows(buffer: Tensor | None, rows: Tensor, start: int) -> Tensor:
     """Write rows into a buffer at index `start`, and return the buffer.
 
     If `buffer` is too small or None, the function returns a new, larger buffer, into which the first `start`

@@ -153,13 +153,13 @@ class Access:
         """True if the client may see all domains."""
         return self.domains is None
 
-    def sees(self, domain: str) -> bool:
+    def may_see_domain(self, domain: str) -> bool:
         """Check whether the client may see the domain with this name. The domain need not exist."""
         return self.domains is None or domain in self.domains
 
     def filter_visible(self, domains: Iterable[str]) -> list[str]:
         """Return the domain names among `domains` that the client may see, in the order of `domains`."""
-        return [domain for domain in domains if self.sees(domain)]
+        return [domain for domain in domains if self.may_see_domain(domain)]
 
     def check(self, right: Right) -> None:
         """Raise an error if the client lacks a right; otherwise do nothing.
@@ -320,10 +320,10 @@ class _RightCheck:
 
     # A coroutine, because FastAPI would call a plain function in a worker thread.
     async def __call__(self, request: Request) -> None:
-        access(request).check(self.right)
+        get_access(request).check(self.right)
 
 
-def access(request: Request) -> Access:
+def get_access(request: Request) -> Access:
     """Return the permissions of a request's client, which the middleware `Frame` has found by the API key."""
     permissions: Access = request.state.access
     return permissions

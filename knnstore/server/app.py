@@ -20,8 +20,8 @@ from knnstore.errors import KnnstoreError
 from knnstore.server.access import (
     Endpoints,
     Gate,
-    access,
     check_rights_declared,
+    get_access,
     list_fixed_paths,
     list_methods,
     list_open_paths,
@@ -143,7 +143,7 @@ def _declare_server_endpoints(
     @routes.add("GET", "/metrics", None if options.public_metrics else Right.ADMIN)
     def counted(request: Request) -> Response:
         """Return the metrics for Prometheus. They cover all domains together."""
-        if not options.public_metrics and not access(request).sees_all_domains:
+        if not options.public_metrics and not get_access(request).sees_all_domains:
             raise ApiError(
                 403,
                 "the metrics cover all domains, but this key is limited to some of them",

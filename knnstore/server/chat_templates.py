@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from knnstore.errors import ConfigError
-from knnstore.server.errors import ApiError, refused
+from knnstore.server.errors import ApiError, bad_request_error
 
 _PROGRAM = Path(__file__).with_name("template_process.py")
 
@@ -80,7 +80,7 @@ class ChatTemplate:
         try:
             line = json.dumps(self._mark_strings(messages))
         except RecursionError as error:
-            raise refused("messages: a value is nested too deeply", "messages") from error
+            raise bad_request_error("messages: a value is nested too deeply", "messages") from error
         with self._one_at_a_time:
             answer = self._send_and_receive(line)
         if answer is None:
@@ -91,9 +91,11 @@ class ChatTemplate:
                 code="chat_template_failed",
             )
         if "error" in answer:
-            raise refused(f"the model's template refuses these messages: {answer['error']}", "messages")
+            raise bad_request_error(
+                f"the model's template refuses these messages: {answer['error']}", "messages"
+            )
         if "characters" in answer:
-            raise refused(
+            raise bad_request_error(
                 f"messages: the model's template turns them into {answer['characters']:,} characters, more "
                 "than the model reads",
                 "messages",
@@ -120,7 +122,7 @@ class ChatTemplate:
         try:
             return list(_import_marking_module().encode_marked_chat(tokenizer, text))
         except ValueError as error:
-            raise refused(f"messages: {error}", "messages") from error
+            raise bad_request_error(f"messages: {error}", "messages") from error
 
     def close(self) -> None:
         """Stop the process, after the current call of `render` has ended."""

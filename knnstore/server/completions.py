@@ -19,9 +19,9 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from knnstore.catalog import Right
-from knnstore.server.access import Access, Endpoints, Quota, access
+from knnstore.server.access import Access, Endpoints, Quota, get_access
 from knnstore.server.engine import Piece, Prompt, Task, TokenScore
-from knnstore.server.errors import ApiError, convert_to_api_error, refused
+from knnstore.server.errors import ApiError, bad_request_error, convert_to_api_error
 from knnstore.server.introspection import describe_second_pass, explain_generated_tokens
 from knnstore.server.protocol import (
     MOST_SOURCES,
@@ -65,7 +65,7 @@ def declare_completions(routes: Endpoints, serving: Serving) -> None:
     async def infill(request: Request, body: InfillRequest) -> Response:
         """Fill in the text at a cursor, in the form of llama.cpp's server, which editors ask for."""
         serving.lm  # noqa: B018  raises 503 while the model is loading
-        name = await serving.run_tokenizing(lambda: serving.scopes.name_visible(access(request)))
+        name = await serving.run_tokenizing(lambda: serving.scopes.name_visible(get_access(request)))
         completion = body.to_completion(name, serving.window)
         answer = await _Answer.create_response(
             request, completion, serving, lambda: _plan_infilling(serving, body, completion)
@@ -153,9 +153,11 @@ def _refuse_scored_source(body: CompletionRequest) -> None:
         ApiError: 400 if `echo` is True, which repeats the prompt, or `max_tokens` is 0, which only scores it.
     """
     if body.echo:
-        raise refused("echo: an encoder-decoder model does not score its prompt, which is the source", "echo")
+        raise bad_request_error(
+            "echo: an encoder-decoder model does not score its prompt, which is the source", "echo"
+        )
     if body.max_tokens == 0:
-        raise refused(
+        raise bad_request_error(
             "max_tokens: must be at least 1, because an encoder-decoder model does not score its prompt",
             "max_tokens",
         )
@@ -178,7 +180,7 @@ def _plan_infilling(serving: Serving, body: InfillRequest, completion: Completio
     max_tokens = completion.max_tokens or 0
     limit = serving.window - max(0, max_tokens - 1)
     if limit < serving.window // 4:
-        raise refused(
+        raise bad_request_error(
             f"n_predict: {max_tokens:,} tokens leave too little of the model's {serving.window:,} for the "
             "text around the cursor: ask for fewer",
             "n_predict",
@@ -217,7 +219,7 @@ def _plan_chat(serving: Serving, body: ChatRequest, text: str) -> _GenerationPla
     """
     tokens = serving.tokenize_conversation(text)
     if not tokens:
-        raise refused("the messages are empty", "messages")
+        raise bad_request_error("the messages are empty", "messages")
     serving.check_tokens(tokens, "messages")
     prompt = Prompt(tuple(tokens))
     room = serving.window - len(prompt.tokens) + 1
@@ -237,12 +239,14 @@ def _render_conversation(serving: Serving, body: ChatRequest) -> str:
             them.
     """
     if serving.reads_source:
-        raise refused("an encoder-decoder model does not support conversations: use /v1/completions", "model")
+        raise bad_request_error(
+            "an encoder-decoder model does not support conversations: use /v1/completions", "model"
+        )
     characters = sum(len(message.text) + len(message.thoughts) for message in body.messages)
     serving.check_length(characters, serving.window, "messages")
     template = serving.chat_template
     if not template.text:
-        raise refused(
+        raise bad_request_error(
             "this model has no template for conversations: use /v1/completions",
             "model",
             "no_chat_template",
@@ -268,13 +272,13 @@ def _convert_messages(template: str, messages: Sequence[Message]) -> list[dict[s
         if message.role == "developer" and "developer" not in template:
             fields["role"] = "system"
         if message.role == "tool" and "tool" not in template:
-            raise refused(
+            raise bad_request_error(
                 f"messages.{number}.role: this model's template does not know the role 'tool'",
                 f"messages.{number}.role",
             )
         if message.tool_calls:
             if "tool_calls" not in template:
-                raise refused(
+                raise bad_request_error(
                     f"messages.{number}.tool_calls: this model's template does not know tool calls",
                     f"messages.{number}.tool_calls",
                 )
@@ -378,7 +382,7 @@ class _Answer:
             ApiError: if the request is wrong, not allowed or too large, or the task of a whole answer fails.
                 A stream sends later errors as an event.
         """
-        knn, who = body.knn or Retrieval(), access(request)
+        knn, who = body.knn or Retrieval(), get_access(request)
         if knn.sources:
             who.check(Right.READ)
 
@@ -574,7 +578,7 @@ def _check_sources(body: GenerationRequest, tokens: int) -> None:
     """
     sources = body.knn.sources if body.knn else 0
     if sources * tokens > MOST_SOURCES:
-        raise refused(
+        raise bad_request_error(
             f"knn.sources: {sources} for each of {tokens:,} tokens are more than {MOST_SOURCES:,}: ask for "
             "fewer",
             "knn.sources",
@@ -583,7 +587,7 @@ def _check_sources(body: GenerationRequest, tokens: int) -> None:
 
 def _answer_too_large_error(serving: Serving) -> ApiError:
     """Return, but do not raise, the error 400 for an answer whose log-probabilities take too many bytes."""
-    return refused(
+    return bad_request_error(
         f"logprobs: the answer is larger than {serving.limits.answer_bytes:,} bytes (`--max-answer`): ask "
         "for fewer of the likeliest tokens, for fewer prompts, or for a stream",
         "logprobs",

@@ -1,7 +1,7 @@
 """Time limits of connections, against slow clients.
 
 A connection is closed if the head of a request (first line and headers) does not arrive in time, or if its
-client does not read the answer. `connections` makes the protocol class for uvicorn.
+client does not read the answer. `create_connection_class` makes the protocol class for uvicorn.
 """
 
 import asyncio
@@ -133,7 +133,7 @@ class Connection(H11Protocol):
         self._schedule_check()
 
 
-def connections(head_seconds: float, answer_seconds: float = 30.0) -> type[Connection]:
+def create_connection_class(head_seconds: float, answer_seconds: float = 30.0) -> type[Connection]:
     """Return a subclass of `Connection` with the given time limits, for uvicorn's argument ``http``.
 
     Args:

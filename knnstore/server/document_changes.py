@@ -106,7 +106,7 @@ class StoreWriter:
 
         The writer's thread counts. Texts that are decoded meanwhile use the old counts.
         """
-        await self._run_in_thread(self._model_parts.store.catch_up_ngrams)
+        await self._run_in_thread(self._model_parts.store.recount_changed_ngrams)
 
     def shut_down(self) -> None:
         """Wait for the current change, and cancel the waiting changes. Stop the engine before this call."""
@@ -152,7 +152,7 @@ class _TurnEncoder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._encoder, name)
 
-    def keys(
+    def compute_keys(
         self, input_ids: NDArray[np.int64], at: NDArray[np.int64], source: SourceBatch | None = None
     ) -> Tensor:
         """Return the keys of some positions of texts, computed in the engine's thread.
@@ -173,7 +173,7 @@ class _TurnEncoder:
             engine can generate text). Other texts take one turn.
             """
             if len(input_ids) > 1 or input_ids.shape[1] <= _TURN_TOKENS or source is not None:
-                return self._encoder.keys(input_ids, at, source)
+                return self._encoder.compute_keys(input_ids, at, source)
             encoded = yield from self._encoder.encode_in_parts(input_ids, at, _TURN_TOKENS)
             return encoded.keys
 

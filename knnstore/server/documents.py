@@ -12,10 +12,10 @@ from fastapi import Query, Request
 
 from knnstore.catalog import Right
 from knnstore.checks import MAX_NAME
-from knnstore.documents import FIELDS, PAIR_FIELDS, documents_of
+from knnstore.documents import FIELDS, PAIR_FIELDS, convert_rows_to_documents
 from knnstore.errors import DocumentNotFoundError, UnusableDocumentError
-from knnstore.server.access import Access, Endpoints, access
-from knnstore.server.errors import ApiError, refused
+from knnstore.server.access import Access, Endpoints, get_access
+from knnstore.server.errors import ApiError, bad_request_error
 from knnstore.server.protocol import NewDocuments
 from knnstore.server.serving import Serving
 from knnstore.store import Document
@@ -40,8 +40,8 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
     @routes.add("GET", "/v1/domains", Right.READ)
     def domains(request: Request) -> dict[str, Any]:
         """List the domains that the client may see, with their numbers of documents, tokens and records."""
-        who = access(request)
-        visible = [asdict(domain) for domain in serving.lm.store.domains() if who.sees(domain.name)]
+        who = get_access(request)
+        visible = [asdict(domain) for domain in serving.lm.store.domains() if who.may_see_domain(domain.name)]
         return {"object": "list", "data": [{"object": "domain", **domain} for domain in visible]}
 
     @routes.add("GET", "/v1/documents", Right.READ)
@@ -60,8 +60,8 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
         the list; `text` adds the texts. The page ends early if it becomes larger than the largest answer;
         `has_more` is true then.
         """
-        who = access(request)
-        if domain is not None and not who.sees(domain):
+        who = get_access(request)
+        if domain is not None and not who.may_see_domain(domain):
             return {"object": "list", "data": [], "has_more": False}
         searched_domains = (
             None
@@ -89,13 +89,13 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
         If a document has tokens that the model does not have, the answer is 400, and this document is left
         out. All other documents of the request are stored.
         """
-        _check_domain_visible(access(request), body.domain)
+        _check_domain_visible(get_access(request), body.domain)
         serving.lm  # noqa: B018
-        quota = access(request).quota
+        quota = get_access(request).quota
         quota.check_and_spend(0)
         fields = PAIR_FIELDS if serving.reads_source else FIELDS
         new_documents = await serving.run_tokenizing(
-            lambda: list(documents_of(body.documents, fields=fields))
+            lambda: list(convert_rows_to_documents(body.documents, fields=fields))
         )
         counts = {"added": 0, "replaced": 0, "described": 0, "unchanged": 0, "tokens": 0}
         bad: list[UnusableDocumentError] = []
@@ -108,7 +108,7 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
             counts = {name: count + change[name] for name, count in counts.items()}
         await serving.writer.count_ngrams()  # so that the next request retrieves from all documents
         if bad:
-            raise refused(
+            raise bad_request_error(
                 f"{bad[0]}; {len(new_documents) - len(bad)} of {len(new_documents)} documents are stored",
                 "documents",
             )
@@ -120,7 +120,7 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
 
         The answer is 404 if there is no such document.
         """
-        _check_domain_visible(access(request), domain)
+        _check_domain_visible(get_access(request), domain)
         serving.lm  # noqa: B018
         removed = await serving.writer.run_removal(lambda store: store.remove_document(id, domain=domain))
         return {"object": "document.deleted", "deleted": True, "id": removed.id, "domain": removed.domain}
@@ -131,7 +131,7 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
 
         The answer is 404 if there is no such domain.
         """
-        _check_domain_visible(access(request), domain)
+        _check_domain_visible(get_access(request), domain)
         serving.lm  # noqa: B018
         removed = await serving.writer.run_removal(lambda store: store.remove_domain(domain))
         return {
@@ -153,7 +153,7 @@ def _check_domain_visible(who: Access, domain: str) -> None:
         ApiError: 404 if the client may not see the domain. The message is the same as for a domain that does
             not exist.
     """
-    if not who.sees(domain):
+    if not who.may_see_domain(domain):
         raise ApiError(404, "there is no such document or domain", code="document_not_found")
 
 

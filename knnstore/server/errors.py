@@ -1,12 +1,12 @@
 """Errors in the form of OpenAI's protocol: a status, and an object with message, type, param and code.
 
-`ApiError` is an answer of this form, `refused` makes one for a bad request, `convert_to_api_error` converts
-any exception.
+`ApiError` is an answer of this form, `bad_request_error` makes one for a bad request, `convert_to_api_error`
+converts any exception.
 """
 
 from typing import Any
 
-from knnstore.checks import printable
+from knnstore.checks import escape_unprintable
 from knnstore.errors import (
     AmbiguousDocumentError,
     ConfigError,
@@ -55,7 +55,7 @@ class ApiError(Exception):
         param: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        message = printable(message)  # it may quote the request
+        message = escape_unprintable(message)  # it may quote the request
         super().__init__(message)
         self.status = status
         self.headers = headers or {}
@@ -65,7 +65,7 @@ class ApiError(Exception):
         }
 
 
-def refused(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+def bad_request_error(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """Return, but do not raise, the error 400 for a request that is wrong or exceeds a limit.
 
     Args:
@@ -94,7 +94,7 @@ def convert_to_api_error(error: BaseException) -> ApiError:
     if isinstance(error, EngineStoppedError):
         return ApiError(503, "the server is shutting down", code="shutting_down")
     if isinstance(error, InputError | ConfigError):
-        return refused(str(error))
+        return bad_request_error(str(error))
     if isinstance(error, DocumentNotFoundError | DomainNotFoundError | AmbiguousDocumentError):
         return ApiError(404, "there is no such document or domain", code="document_not_found")
     if isinstance(error, ReadOnlyError | LockedError):

@@ -2,7 +2,7 @@
 
 A model can do this if it was trained on documents whose parts were reordered: first prefix and suffix, then
 the middle, with a special token before each part. See Bavarian et al. 2022, https://arxiv.org/abs/2207.14255.
-`Infilling.find` recognizes the special tokens in the tokenizer's vocabulary.
+`Infilling.find_tokens` recognizes the special tokens in the tokenizer's vocabulary.
 """
 
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ class Infilling:
     """Ids of the tokens that end the middle, in addition to the model's end tokens."""
 
     @classmethod
-    def find(cls, tokenizer: Any, vocabulary: int) -> "Infilling | None":
+    def find_tokens(cls, tokenizer: Any, vocabulary: int) -> "Infilling | None":
         """Find the special tokens for infilling in a tokenizer; return None if it has none.
 
         The known formats, such as that of Qwen2.5-Coder, are tried in order. The tokenizer must have all

@@ -24,9 +24,9 @@ from knnstore.lm import (
     TokenExplanation,
     explain_in_turns,
 )
-from knnstore.server.access import Access, Endpoints, access
+from knnstore.server.access import Access, Endpoints, get_access
 from knnstore.server.engine import Prompt, Turns
-from knnstore.server.errors import refused
+from knnstore.server.errors import bad_request_error
 from knnstore.server.protocol import (
     MOST_EXPLAINED,
     MOST_SOURCES,
@@ -75,14 +75,14 @@ def declare_introspection(routes: Endpoints, serving: Serving) -> None:
     @routes.add("GET", "/v1/models", Right.PREDICT)
     def models(request: Request) -> dict[str, Any]:
         """List the model alone, and the model with each domain."""
-        return {"object": "list", "data": build_model_list(access(request))}
+        return {"object": "list", "data": build_model_list(get_access(request))}
 
     @routes.add("GET", "/v1/models/{name:path}", Right.PREDICT)
     def model(request: Request, name: str) -> dict[str, Any]:
         """Describe one model. Its name may contain several domains."""
         serving.lm  # noqa: B018
-        serving.scopes.parse_scope(name, None, access(request))
-        return {**build_model_list(access(request))[0], "id": name}
+        serving.scopes.parse_scope(name, None, get_access(request))
+        return {**build_model_list(get_access(request))[0], "id": name}
 
     @routes.add("POST", "/tokenize", Right.PREDICT)
     async def tokenize(body: TokenizeRequest) -> Response:
@@ -103,7 +103,7 @@ def declare_introspection(routes: Endpoints, serving: Serving) -> None:
         serving.lm  # noqa: B018
         if len(body.tokens) > serving.most_tokens:
             most = serving.most_tokens
-            raise refused(
+            raise bad_request_error(
                 f"tokens: got {len(body.tokens):,}, but at most {most:,} are read at once", "tokens"
             )
 
@@ -129,7 +129,9 @@ def declare_introspection(routes: Endpoints, serving: Serving) -> None:
             "model_max_length": serving.window,
         }
         if len(_encode_json(fields)) > max_bytes:
-            raise refused(f"the model's chat template is larger than {max_bytes:,} bytes (`--max-answer`)")
+            raise bad_request_error(
+                f"the model's chat template is larger than {max_bytes:,} bytes (`--max-answer`)"
+            )
         return fields
 
     @routes.add("POST", "/v1/explain", Right.READ)
@@ -146,14 +148,14 @@ def declare_introspection(routes: Endpoints, serving: Serving) -> None:
 
             Also returns the tokens of the source; empty for a causal model.
             """
-            scope = serving.scopes.parse_scope(body.model, body.knn, access(request))
+            scope = serving.scopes.parse_scope(body.model, body.knn, get_access(request))
             source = _tokenize_source(serving, body.source)
             plan = scope, *_tokenize_explained_text(serving, body), source
             serving.scopes.fill_caches(scope)
             return plan
 
         scope, start, tokens, source = await serving.run_tokenizing(make_plan)
-        access(request).quota.check_and_spend(len(source) + len(tokens))
+        get_access(request).quota.check_and_spend(len(source) + len(tokens))
 
         def explain_in_engine() -> Turns[bytes]:
             """Explain the text in the engine's thread, in parts between decoding steps.
@@ -254,7 +256,7 @@ def _tokenize_source(serving: Serving, source: str | None) -> list[int]:
             if source is None
             else "works only with encoder-decoder models"
         )
-        raise refused(f"source: the source of the text {problem}", "source")
+        raise bad_request_error(f"source: the source of the text {problem}", "source")
     return [] if source is None else serving.make_source(source, "source")
 
 
@@ -282,12 +284,12 @@ def _tokenize_explained_text(serving: Serving, body: ExplainRequest) -> tuple[in
     start = len(serving.tokenize_document(body.after))
     tokens = [*serving.tokenize_document(body.after + body.text), *serving.document_end]
     if len(tokens) > MOST_EXPLAINED:
-        raise refused(
+        raise bad_request_error(
             f"the text has {len(tokens):,} tokens, but at most {MOST_EXPLAINED:,} are explained at once",
             "text",
         )
     if (len(tokens) - start) * body.neighbors > MOST_SOURCES:
-        raise refused(
+        raise bad_request_error(
             f"neighbors: {body.neighbors} for each of {len(tokens) - start:,} tokens are more than "
             f"{MOST_SOURCES:,}: ask for fewer, or explain a part of the text with the rest as `after`",
             "neighbors",
@@ -374,7 +376,7 @@ class _ExplanationJson:
         text = _encode_json(fields)
         self._bytes_left -= len(text)
         if self._bytes_left < 0:
-            raise refused(
+            raise bad_request_error(
                 f"the answer is larger than {self._max_bytes:,} bytes (`--max-answer`): ask for fewer "
                 "neighbors, or explain a part of the text with the rest as `after`",
                 "neighbors",

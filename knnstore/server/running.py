@@ -21,7 +21,7 @@ from knnstore.errors import ConfigError
 from knnstore.lm import KNNLM
 from knnstore.server.access import Gate
 from knnstore.server.app import Options, make_app
-from knnstore.server.connections import connections
+from knnstore.server.connections import create_connection_class
 from knnstore.server.metrics import Metrics
 from knnstore.server.serving import Limits, Serving
 from knnstore.server.upstream import UpstreamAddress
@@ -92,7 +92,7 @@ def serve(config: Config, load: Callable[[], KNNLM]) -> None:
     catalog = Catalog.open(Home.open(config.home).catalog_url)
     try:
         keys = AccessKeys(catalog)
-        if config.needs_keys and not any(not key.has_expired for key in keys.all()):
+        if config.needs_keys and not any(not key.has_expired for key in keys.list_keys()):
             raise ConfigError(
                 f"clients of {config.host} need an API key, but none exists: make one with `knnstore key add`"
             )
@@ -155,7 +155,7 @@ def _run_uvicorn(config: Config, load: Callable[[], KNNLM], gate: Gate) -> None:
     options = Options(local_only=not config.needs_keys, public_metrics=config.public_metrics)
     uvicorn_config = uvicorn.Config(
         make_app(serving, gate, metrics, options, lifespan),
-        http=connections(config.limits.head_seconds, config.limits.answer_seconds),
+        http=create_connection_class(config.limits.head_seconds, config.limits.answer_seconds),
         host=config.host,
         port=config.port,
         log_config=None,
@@ -206,7 +206,7 @@ def _reload_on_sighup(serving: Serving, gate: Gate) -> Iterator[None]:
             return
         try:
             gate.reset_quotas()
-            serving.reload()
+            serving.reload_caches()
         except Exception:
             _logger.exception("could not reload")
             return

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from knnstore.errors import ConfigError, KnnstoreError
 from knnstore.lm import KNNSettings, Overrides, RequestOptions, resolve
 from knnstore.server.access import Access
-from knnstore.server.errors import ApiError, refused
+from knnstore.server.errors import ApiError, bad_request_error
 from knnstore.server.protocol import Retrieval
 from knnstore.store import KNNStore, Selection
 
@@ -135,17 +135,19 @@ class Scopes:
         if knn is None:
             return Scope(domains, only_selected=not access.sees_all_domains)
         if not domains and (knn.domains or knn.tags or knn.where):
-            raise refused(
+            raise bad_request_error(
                 f"`{name}` is the model alone and retrieves nothing: name domains as {self.model}+DOMAIN",
                 next(f"knn.{part}" for part in ("domains", "tags", "where") if getattr(knn, part)),
             )
         for domain in knn.domains or ():
             if domain not in domains:
-                raise refused(f"the domain {domain!r} is not one of the domains of `{name}`", "knn.domains")
+                raise bad_request_error(
+                    f"the domain {domain!r} is not one of the domains of `{name}`", "knn.domains"
+                )
         for param, limit in self._limits.items():
             value = getattr(knn, param)
             if value is not None and value > limit:
-                raise refused(
+                raise bad_request_error(
                     f"knn.{param}: {value:,} is more than this server's limit of {limit:,} (`--max-{param}`)",
                     f"knn.{param}",
                 )
@@ -164,7 +166,7 @@ class Scopes:
                 Selection(where=knn.where)
             Overrides(k=knn.k, probes=knn.probes, temperature=knn.temperature, lam=knn.lam)
         except ConfigError as error:
-            raise refused(str(error), "knn") from error
+            raise bad_request_error(str(error), "knn") from error
         return scope
 
     def resolve_settings(self, scope: Hashable) -> KNNSettings:
@@ -293,7 +295,7 @@ class Scopes:
         if (
             not name.startswith(self.model)
             or model
-            or not all(domain in existing and access.sees(domain) for domain in domains)
+            or not all(domain in existing and access.may_see_domain(domain) for domain in domains)
         ):
             raise ApiError(404, f"the model `{name}` does not exist", param="model", code="model_not_found")
         return domains

@@ -27,8 +27,8 @@ from knnstore.lm import (
     Purpose,
     TokenTexts,
     check_tokens,
+    convert_tokenizer_panics,
     explain_tokens,
-    named_panics,
     split_text,
 )
 from knnstore.server.chat_templates import ChatTemplate
@@ -45,7 +45,7 @@ from knnstore.server.engine import (
     Turns,
     find_stop_strings,
 )
-from knnstore.server.errors import ApiError, refused
+from knnstore.server.errors import ApiError, bad_request_error
 from knnstore.server.infilling import Infilling
 from knnstore.server.protocol import MOST_EXPLAINED
 from knnstore.server.scopes import Scope, Scopes
@@ -137,7 +137,7 @@ class Serving:
         self._tokenizer: Any = copy.deepcopy(tokenizer)
         self._token_texts = TokenTexts(self._tokenizer)
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
-        self.infilling = Infilling.find(self._tokenizer, lm.store.identity.vocab_size)
+        self.infilling = Infilling.find_tokens(self._tokenizer, lm.store.identity.vocab_size)
         """Special tokens of prompts with a suffix; None if the tokenizer has none: suffixes are refused."""
         self.window = lm.reader.max_length
         self.prefix = lm.reader.prefix
@@ -181,7 +181,7 @@ class Serving:
         self.chat_template = ChatTemplate(tokenizer, self.window * self._longest_token)
         self._lm = lm
 
-    def reload(self) -> None:
+    def reload_caches(self) -> None:
         """Forget the cached settings, and do in advance the slow work that the next requests would wait for.
 
         Requests are answered meanwhile. Changes of documents, domains, keys and settings need no reload: they
@@ -216,7 +216,7 @@ class Serving:
             settings, lengths = self.scopes.resolve_settings(scope), lm.store.lengths(selection)
             text = np.zeros(1, np.uint32)
             if any(lengths.values()):  # a document can have characters but no tokens
-                text = lm.store.text(max(lengths, key=lengths.__getitem__))[:_WARM_UP_TOKENS]
+                text = lm.store.tokens_by_number(max(lengths, key=lengths.__getitem__))[:_WARM_UP_TOKENS]
             # Any tokens serve as the source of an encoder-decoder model.
             source = text if lm.key_encoder.reads_source else None
             explain_tokens(lm, text, settings, neighbors=1, source=source)
@@ -321,7 +321,7 @@ class Serving:
         Raises:
             InputError: if the tokenizer itself fails on a text (a panic in its Rust code).
         """
-        with self._tokenizing, named_panics():
+        with self._tokenizing, convert_tokenizer_panics():
             return use(self._tokenizer)
 
     def tokenize(self, text: str, *, special: bool = False) -> list[int]:
@@ -386,9 +386,9 @@ class Serving:
             last = shown[-1]
             is_incomplete = "\ufffd" in self._token_texts.decode([last])
             if not (is_continued and (is_incomplete or self._token_texts.is_fallback_byte(last))):
-                return self._token_texts.pieces(shown), 0
+                return self._token_texts.decode_pieces(shown), 0
             detokenizer = Detokenizer(self._token_texts, special=True)
-            texts = [piece.text for token in shown for piece in detokenizer.take(token)]
+            texts = [piece.text for token in shown for piece in detokenizer.append_token(token)]
             unfinished = len(shown) - len(texts)
             return [*texts, *[""] * unfinished], unfinished
 
@@ -420,7 +420,9 @@ class Serving:
             self.check_length(len(text_or_ids), self.window, param)
             prompt = Prompt((*self.prefix, *self.tokenize(text_or_ids)), len(self.prefix))
             if not prompt.tokens:
-                raise refused("the prompt is empty, and the model has no token to begin with", param)
+                raise bad_request_error(
+                    "the prompt is empty, and the model has no token to begin with", param
+                )
             self.check_tokens(prompt.tokens[len(self.prefix) :], param)
             return prompt
         self._check_count(len(text_or_ids), param)
@@ -439,7 +441,7 @@ class Serving:
         """
         if isinstance(text_or_ids, str):
             if not text_or_ids.strip():
-                raise refused(f"{param}: the source is empty", param)
+                raise bad_request_error(f"{param}: the source is empty", param)
             self.check_length(len(text_or_ids), self.window, param)
             text_or_ids = self.tokenize(text_or_ids, special=True)
         self._check_count(len(text_or_ids), param)
@@ -449,7 +451,7 @@ class Serving:
     def _check_count(self, count: int, param: str) -> None:
         """Check that the model can read a prompt of `count` tokens, else raise ApiError 400."""
         if count > self.window:
-            raise refused(
+            raise bad_request_error(
                 f"{param}: {count:,} tokens are too many: this model reads at most {self.window:,}",
                 param,
                 "context_length_exceeded",
@@ -472,11 +474,11 @@ class Serving:
                 not have.
         """
         if self.reads_source:
-            raise refused(
+            raise bad_request_error(
                 "an encoder-decoder model cannot fill in the middle: leave the suffix out", "suffix"
             )
         if self.infilling is None:
-            raise refused(
+            raise bad_request_error(
                 f"the model {self.name!r} cannot fill in the middle: its tokenizer has no tokens for a "
                 "prefix, a suffix and a middle",
                 "suffix" if limit is None else "model",
@@ -512,7 +514,7 @@ class Serving:
         """
         most = tokens * self._longest_token
         if characters > most:
-            raise refused(
+            raise bad_request_error(
                 f"{param}: the text has {characters:,} characters, more than {tokens:,} tokens can have",
                 param,
                 "context_length_exceeded",
@@ -536,7 +538,7 @@ class Serving:
                 # Check again with the tokenizer, so that the message has the token's text.
                 self.call_with_tokenizer(lambda tokenizer: check_tokens(tokens, vocabulary, tokenizer))
             except InputError as error:
-                raise refused(str(error), param) from error
+                raise bad_request_error(str(error), param) from error
 
     def check_window(self, prompt: Prompt, max_tokens: int, param: str = "prompt") -> None:
         """Check that a prompt and its continuation fit into the model's window.
@@ -553,7 +555,7 @@ class Serving:
         """
         if len(prompt.tokens) + max(0, max_tokens - 1) > self.window:
             most = self.window - len(prompt.tokens) + 1
-            raise refused(
+            raise bad_request_error(
                 f"this model generates at most {most} tokens, not {max_tokens}: ask for fewer"
                 if prompt.source
                 else f"this model reads at most {self.window} tokens, but the prompt has "

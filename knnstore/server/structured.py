@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from knnstore.errors import InputError
-from knnstore.server.errors import refused
+from knnstore.server.errors import bad_request_error
 from knnstore.server.protocol import ResponseFormat
 
 _MAX_SCHEMA_LENGTH = 65_536
@@ -52,7 +52,7 @@ class JsonConstraint:
         """Return an independent copy in the current state, for another text with the same tokens."""
         return JsonConstraint(self._matcher.deep_copy(), self.schema)
 
-    def restrict(self, log_probs: Tensor) -> Tensor:
+    def mask_log_probs(self, log_probs: Tensor) -> Tensor:
         """Return a copy of the log-probabilities of the next token, with -inf for each forbidden token.
 
         Input and result have the shape (v,). Allowed tokens keep their log-probabilities, which are not
@@ -130,12 +130,12 @@ class JsonConstraints:
         schema: dict[str, Any] = {"type": "object"}
         if response_format.json_schema is not None:
             schema = response_format.json_schema.json_schema
-        tokenizer = self._tokenizer()
+        tokenizer = self._get_tokenizer()
         matcher, fault = _compile_schema(tokenizer, schema)
         if fault:
-            path, reason = _find_fault(tokenizer, schema, fault)
+            path, reason = _find_wrong_schema_part(tokenizer, schema, fault)
             param = ".".join([_SCHEMA_PARAM, *path])
-            raise refused(f"{param}: {reason}", param)
+            raise bad_request_error(f"{param}: {reason}", param)
         if not _may_split_properties(schema):
             closed_schema = _forbid_other_properties(schema)
             closed, fault = _compile_schema(tokenizer, closed_schema)
@@ -145,7 +145,7 @@ class JsonConstraints:
         matcher.compute_bitmask()
         return JsonConstraint(matcher, schema)
 
-    def _tokenizer(self) -> Any:
+    def _get_tokenizer(self) -> Any:
         """Return the model's vocabulary as llguidance's tokenizer. The first call builds it.
 
         Raises:
@@ -155,7 +155,7 @@ class JsonConstraints:
             from llguidance import LLTokenizer
         except ImportError as error:
             message = f"{_PARAM}: this server lacks llguidance: pip install 'knnstore[structured]'"
-            raise refused(message, _PARAM) from error
+            raise bad_request_error(message, _PARAM) from error
         with self._lock:
             if self._cached_tokenizer is None:
                 try:
@@ -168,7 +168,7 @@ class JsonConstraints:
                     )
                 except Exception as error:  # llguidance raises various exceptions for unknown tokenizers
                     message = f"{_PARAM}: llguidance does not support this model's tokenizer"
-                    raise refused(message, _PARAM) from error
+                    raise bad_request_error(message, _PARAM) from error
             return self._cached_tokenizer
 
 
@@ -227,7 +227,7 @@ def _compile_schema(tokenizer: Any, schema: dict[str, Any]) -> tuple[Any, str]:
     return matcher, matcher.get_error()
 
 
-def _find_fault(tokenizer: Any, schema: dict[str, Any], reason: str) -> tuple[list[str], str]:
+def _find_wrong_schema_part(tokenizer: Any, schema: dict[str, Any], reason: str) -> tuple[list[str], str]:
     """Find the innermost part of a wrong schema that is wrong when it is compiled alone.
 
     The search goes from the whole schema to the first wrong part in it, and then to the first wrong part in

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         Occurrence,
         Suffixes,
         compute_last_probs,
-        draft_from,
+        draft_continuation,
     )
     from knnstore.store.provenance import Provenance
     from knnstore.store.reader_protocol import Reader
@@ -84,7 +84,7 @@ __all__ = [
     "check_new",
     "classify_change",
     "compute_last_probs",
-    "draft_from",
+    "draft_continuation",
     "load_weights",
     "save_weights",
 ]

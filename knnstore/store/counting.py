@@ -126,7 +126,7 @@ class Counting:
         if background is not None:
             background.shutdown(cancel_futures=True)
 
-    def catch_up(self, view: Callable[[], View]) -> None:
+    def recount_changed(self, view: Callable[[], View]) -> None:
         """Count again, in this thread, each cached selection whose documents have changed.
 
         Errors are logged, not raised.
@@ -305,7 +305,7 @@ class Counting:
         with self._cache_lock:
             documents = self._sorted.get(domains)
         if documents is None or not np.array_equal(documents.rows, rows):
-            texts = view.texts(is_selected)
+            texts = view.read_tokens(is_selected)
             if texts is None:
                 return None
             if sum(map(len, texts)) + 2 * len(texts) >= MOST:
@@ -313,7 +313,7 @@ class Counting:
                     f"n-grams can be counted over at most {MOST:,} tokens: select fewer domains"
                 )
             starts = view.snapshot.starts[is_selected]
-            documents = _SortedDocuments(rows, SortedText.of(texts, starts, self._vocabulary + 1))
+            documents = _SortedDocuments(rows, SortedText.from_texts(texts, starts, self._vocabulary + 1))
         with self._cache_lock:
             self._sorted[domains] = documents
             self._sorted.move_to_end(domains)

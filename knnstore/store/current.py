@@ -51,7 +51,7 @@ class Current:
         self, home: Home, catalog: Catalog, mode: Mode, params: Mapping[str, Any], *, copied: bool
     ) -> None:
         self._home = home
-        self._owner = Owner.of(catalog)
+        self._owner = Owner.from_catalog(catalog)
         self._copied = copied or mode == "r"
         self._catalog = catalog
         self._mode: Mode = mode
@@ -72,7 +72,7 @@ class Current:
                 self._view = View(snapshot, self.datastore, self._catalog)
             return self._view
 
-    def switch(self, engine: Engine, datastore: Datastore, commit: Callable[[], None]) -> Datastore:
+    def switch_engine(self, engine: Engine, datastore: Datastore, commit: Callable[[], None]) -> Datastore:
         """Replace the engine and its open datastore, and return the old datastore, which is still open.
 
         Afterwards this store counts as the owner of the keys. Other threads see the old state or the new
@@ -104,7 +104,7 @@ class Current:
         with ExitStack() as failed:
             opened = failed.enter_context(place.open("a"))
             place.claim(copied=True)
-            self.switch(self.engine, opened, lambda: None).close()
+            self.switch_engine(self.engine, opened, lambda: None).close()
             failed.pop_all()
 
     def check_owned(self, copied: bool) -> None:
@@ -116,7 +116,7 @@ class Current:
         if not (copied or self.owned):
             self.place(self.engine).check_owner()
 
-    def problems(self) -> list[str]:
+    def check_claim(self) -> list[str]:
         """Check that the claim can be read. A claim is a text beside the keys that names their owner.
 
         Returns a list with one line of text if the claim is damaged, else an empty list.
@@ -195,4 +195,4 @@ class Current:
         except CorruptDatastoreError:
             if self._mode == "a":
                 raise
-            return KeyOwner.NOBODY  # reading needs not know; `problems` says it
+            return KeyOwner.NOBODY  # reading needs not know; `check_claim` says it

@@ -47,7 +47,7 @@ def erase(changes: StoreChanges, relocation: Relocation, progress: Progress) -> 
     started = time.perf_counter()
     changes.writer.check_room_to_vacuum()
     unreached = relocation.erase_leftovers(progress)
-    changes.purge()  # what found no room when it was removed
+    changes.delete_unfinished_documents()  # what found no room when it was removed
     changes.delete_uploads(changes.writer.catalog.leases())  # the commit adds them from the plan's folder
     changes.remove_orphans()
     datastore, engine = changes.current.datastore, changes.current.engine
@@ -55,7 +55,7 @@ def erase(changes: StoreChanges, relocation: Relocation, progress: Progress) -> 
         datastore.vacuum()
         unreached += [f"a damaged file of keys: {part.problem}" for part in list_damaged_parts(datastore)]
     elif isinstance(datastore, SupportsErase):
-        unreached += relocation.rewrite(changes.writer, progress)
+        unreached += relocation.rewrite_keys(changes.writer, progress)
     else:
         unreached.append(f"the keys: the adapter {engine.adapter} can neither rewrite nor erase them")
     if "://" in engine.location:

@@ -23,17 +23,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knnstore.catalog import CatalogWriter, Lease, NewDocument, PlacedDocument
-from knnstore.datastore import Datastore, Keys, SupportsUploads, ranges_of, record_ids
+from knnstore.datastore import Datastore, Keys, SupportsUploads, id_ranges_from_positions, record_ids
 from knnstore.errors import DiskFullError, KnnstoreError
 from knnstore.failpoints import failpoint
 from knnstore.store.fitted import drop_settings_of_removed
-from knnstore.store.soundness import abandon_unneeded, checksum, compute_key_crcs, get_checksum_precision
+from knnstore.store.soundness import (
+    abandon_unneeded,
+    compute_key_crcs,
+    format_checksum,
+    get_checksum_precision,
+)
 
 _BATCH_DOCUMENTS = 64  # documents, each of which takes some pages of a database's log
 _BATCH_TOKENS = 1 << 17  # tokens, of four bytes; SQLite writes them to its log to overwrite them
 
 
-def purge(catalog: CatalogWriter, datastore: Datastore, documents: Sequence[PlacedDocument]) -> None:
+def delete_unfinished_documents(
+    catalog: CatalogWriter, datastore: Datastore, documents: Sequence[PlacedDocument]
+) -> None:
     """Delete documents that are not live (half added or removed): their records, then their catalog rows.
 
     Also deletes saved settings that were fitted on removed documents, and damaged files of the datastore that
@@ -51,7 +58,7 @@ def purge(catalog: CatalogWriter, datastore: Datastore, documents: Sequence[Plac
     failpoint("purge.before")
     drop_settings_of_removed(catalog)
     failpoint("purge.fitted")
-    datastore.delete(ranges_of(bounds[:, 0], bounds[:, 1]))
+    datastore.delete(id_ranges_from_positions(bounds[:, 0], bounds[:, 1]))
     failpoint("purge.deleted")
     datastore.flush()
     failpoint("purge.flushed")
@@ -59,7 +66,7 @@ def purge(catalog: CatalogWriter, datastore: Datastore, documents: Sequence[Plac
     for group in _group_by_tokens(
         documents
     ):  # each frees, in the database, what the next one needs for its log
-        change_in_batches_if_full(catalog, catalog.forget, [document.row for document in group])
+        change_in_batches_if_full(catalog, catalog.delete_documents, [document.row for document in group])
 
 
 def change_in_batches_if_full(
@@ -126,7 +133,7 @@ class Ingest:
     ) -> None:
         self._catalog = catalog
         self._datastore = datastore
-        self._placed = catalog.begin(documents, starts)
+        self._placed = catalog.insert_pending_documents(documents, starts)
         self._starts = np.array([placed.start for placed in self._placed], np.int64)
         self._groups = np.array([placed.group for placed in self._placed], np.int32)
         self._precision = get_checksum_precision(datastore.capabilities)
@@ -177,7 +184,7 @@ class Ingest:
         count = 0
         for group in np.unique(self._groups).tolist():
             is_of_group = self._groups == group
-            ids = ranges_of(self._starts[is_of_group], stops[is_of_group])
+            ids = id_ranges_from_positions(self._starts[is_of_group], stops[is_of_group])
             count += self._datastore.count_uploaded(ids, upload, group)
         return count
 
@@ -191,7 +198,7 @@ class Ingest:
         self._datastore.flush()
         failpoint("ingest.flushed")
         return {
-            placed.row: checksum(sums, self._precision) if self._precision else None
+            placed.row: format_checksum(sums, self._precision) if self._precision else None
             for placed, sums in zip(self._placed, self._sums, strict=True)
         }
 
@@ -263,7 +270,10 @@ class LeasedIngest:
             bounds = [(placed.start, placed.stop) for placed in self._placed]
             placed_starts, placed_stops = np.array(bounds, np.int64).reshape(-1, 2).T
             starts, stops = np.array([self._lease.start]), np.array([self._lease.stop])
-            self._datastore.delete(ranges_of(starts, stops) - ranges_of(placed_starts, placed_stops))
+            self._datastore.delete(
+                id_ranges_from_positions(starts, stops)
+                - id_ranges_from_positions(placed_starts, placed_stops)
+            )
         publish_documents(self._catalog, self._datastore, self._checksums, lease=self._lease.id)
 
     def abandon(self) -> None:
@@ -274,8 +284,10 @@ class LeasedIngest:
 def _abandon(catalog: CatalogWriter, datastore: Datastore, documents: Sequence[PlacedDocument]) -> None:
     """Delete documents unless they have become live, and ignore errors; see `Ingest.abandon`."""
     with contextlib.suppress(KnnstoreError, OSError):
-        live = catalog.catalog.labels(placed.row for placed in documents)
-        purge(catalog, datastore, [placed for placed in documents if placed.row not in live])
+        live = catalog.catalog.ids_and_domains(placed.row for placed in documents)
+        delete_unfinished_documents(
+            catalog, datastore, [placed for placed in documents if placed.row not in live]
+        )
 
 
 def publish_documents(
@@ -297,5 +309,5 @@ def publish_documents(
         lease: id of the lease whose positions the documents have, or None.
     """
     known = {row: text for row, text in checksums.items() if text is not None}
-    catalog.publish(list(checksums), known, lease=lease)
-    purge(catalog, datastore, catalog.unsettled())
+    catalog.make_documents_live(list(checksums), known, lease=lease)
+    delete_unfinished_documents(catalog, datastore, catalog.unsettled_documents())

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knnstore.catalog import Snapshot
-from knnstore.datastore import Ids, positions_of, tokens_of
+from knnstore.datastore import Ids, positions_from_ids, tokens_from_ids
 
 if TYPE_CHECKING:
     from knnstore.catalog import Catalog
@@ -68,14 +68,14 @@ class Tracer:
             A list of n entries. An entry is None for the id -1, and for a record whose document is not in the
             snapshot or was removed since.
         """
-        positions = positions_of(ids)
+        positions = positions_from_ids(ids)
         document_indices = snapshot.documents_at(positions)
         documents = self._read_documents(
             np.unique(snapshot.rows[document_indices[document_indices >= 0]]).tolist()
         )
         places: list[Provenance | None] = []
         for position, token, index in zip(
-            positions.tolist(), tokens_of(ids).tolist(), document_indices.tolist(), strict=True
+            positions.tolist(), tokens_from_ids(ids).tolist(), document_indices.tolist(), strict=True
         ):
             document = None if index < 0 else documents.get(int(snapshot.rows[index]))
             if document is None:
@@ -106,7 +106,7 @@ class Tracer:
         """
         cached = self._cached
         missing = [row for row in rows if row not in cached]
-        labels, texts = self._catalog.labels(missing), dict(self._catalog.texts(missing))
+        labels, texts = self._catalog.ids_and_domains(missing), dict(self._catalog.iterate_tokens(missing))
         read = {row: (*labels[row], texts[row]) for row in missing if row in labels and row in texts}
         documents = {row: cached.get(row) or read[row] for row in rows if row in cached or row in read}
         others = {row: document for row, document in cached.items() if row not in documents}

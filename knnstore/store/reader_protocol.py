@@ -103,7 +103,7 @@ class Reader(Protocol):
             A list of n entries; None for the id -1 and for a record whose document was removed.
         """
 
-    def holders(self, ids: Ids) -> NDArray[np.int64]:
+    def document_numbers(self, ids: Ids) -> NDArray[np.int64]:
         """Return the number of the document to which each record belongs, int64, in the shape of `ids`.
 
         The number is the document's primary key in the catalog; -1 where the document was removed, and for
@@ -131,7 +131,7 @@ class Reader(Protocol):
         Removed documents are left out.
         """
 
-    def text(self, number: int) -> Tokens:
+    def tokens_by_number(self, number: int) -> Tokens:
         """Return the token ids of a document by its number (primary key in the catalog), uint32, shape (n,).
 
         Raises DocumentNotFoundError if the document was removed.
@@ -154,7 +154,7 @@ class Reader(Protocol):
     def token_counts(self, selection: Selection = EVERYTHING) -> NDArray[np.int64]:
         """Return how often each token occurs in the selected documents, int64, shape (vocabulary,)."""
 
-    def stored_content(self, hashes: Iterable[str], selection: Selection = EVERYTHING) -> set[str]:
+    def find_stored_hashes(self, hashes: Iterable[str], selection: Selection = EVERYTHING) -> set[str]:
         """Return the hashes that are the SHA-256 of a selected document's text; drop all other hashes.
 
         Args:
@@ -162,7 +162,7 @@ class Reader(Protocol):
             selection: documents whose texts are compared.
         """
 
-    def overlaps(
+    def measure_overlaps(
         self, texts: Sequence[Tokens], selection: Selection = EVERYTHING, letters: Letters | None = None
     ) -> list[Overlap]:
         """Measure for each text how much of it selected documents contain word for word.
@@ -180,13 +180,14 @@ class Reader(Protocol):
     def lineage(self, domains: Iterable[str] = ()) -> Lineage:
         """Return a lineage: a description of all documents that some domains have now.
 
-        The method `gone` uses the lineage later to tell how many of the documents were removed or replaced.
+        The method `removed_share` uses the lineage later to tell how many of the documents were removed or
+        replaced.
 
         Args:
             domains: names of the domains; empty means the whole store.
         """
 
-    def gone(self, lineage: Lineage) -> float:
+    def removed_share(self, lineage: Lineage) -> float:
         """Return the share (0 to 1) of documents that were removed or replaced since a lineage was made.
 
         Args:

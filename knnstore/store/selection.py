@@ -56,7 +56,7 @@ class Selection:
         ]
         return f"Selection({', '.join(changed)})"
 
-    def without(self, *content_hashes: str) -> "Selection":
+    def without_content(self, *content_hashes: str) -> "Selection":
         """Return a selection that also leaves out documents whose text has one of these SHA-256."""
         return replace(self, exclude=(*self.exclude, *content_hashes))
 

@@ -26,8 +26,8 @@ from knnstore.datastore import (
     Ids,
     Keys,
     SupportsDamage,
-    positions_of,
-    ranges_of,
+    id_ranges_from_positions,
+    positions_from_ids,
 )
 from knnstore.errors import CorruptDatastoreError
 
@@ -71,7 +71,7 @@ def compute_key_crcs(keys: Keys, precision: str) -> Sums:
     return np.fromiter(map(zlib.crc32, rounded + rounded.dtype.type(0)), np.uint32, len(rounded))  # no -0
 
 
-def checksum(sums: Sums, precision: str) -> str:
+def format_checksum(sums: Sums, precision: str) -> str:
     """Return the checksum of a document's keys as text: the precision, a colon and a SHA-256.
 
     Args:
@@ -108,7 +108,7 @@ class Checksums:
         """
         if not self._precisions:
             return
-        positions = positions_of(ids)
+        positions = positions_from_ids(ids)
         document_indices = self._snapshot.documents_at(positions)
         bounds = np.flatnonzero(np.diff(document_indices, prepend=-2, append=-2))
         for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
@@ -145,7 +145,7 @@ class Checksums:
         """Compute the checksum of the document whose records were added last; do nothing without records."""
         if self._document >= 0:
             row = int(self._snapshot.rows[self._document])
-            self._checksums[row] = checksum(self._sums, self._precisions[row])
+            self._checksums[row] = format_checksum(self._sums, self._precisions[row])
         self._document = -1
 
 
@@ -193,7 +193,7 @@ def list_damaged_parts(datastore: Datastore) -> list[DamagedPart]:
 
     Empty if no damage is known, or if the adapter cannot report damage.
     """
-    return datastore.damaged() if isinstance(datastore, SupportsDamage) else []
+    return datastore.list_damaged_parts() if isinstance(datastore, SupportsDamage) else []
 
 
 def retry_past_damage(datastore: Datastore, read: Callable[[], T]) -> T:
@@ -235,7 +235,7 @@ def abandon_unneeded(catalog: Catalog, datastore: Datastore) -> None:
         snapshot = catalog.snapshot()
         for part in parts:
             if not len(find_documents_of_part(part, snapshot, datastore)):
-                datastore.abandon(part)
+                datastore.remove_damaged_part(part)
 
 
 def check_undamaged(catalog: Catalog, datastore: Datastore, message_start: str) -> None:
@@ -296,7 +296,7 @@ def find_documents_of_part(part: DamagedPart, snapshot: Snapshot, datastore: Dat
         Indices of the documents in the snapshot's arrays, int64, shape (n,); empty if no document has lost
         records.
     """
-    first, last = positions_of(np.array([part.ids.starts[0], part.ids.stops[-1] - 1]))
+    first, last = positions_from_ids(np.array([part.ids.starts[0], part.ids.stops[-1] - 1]))
     may_overlap = (snapshot.groups == part.group) & (snapshot.starts <= last) & (snapshot.stops > first)
     candidates = np.flatnonzero(may_overlap)
     if not len(candidates):
@@ -307,10 +307,10 @@ def find_documents_of_part(part: DamagedPart, snapshot: Snapshot, datastore: Dat
         # Other parts may hold documents whose positions lie in the same range.
         record_counts = np.zeros(len(snapshot.rows), np.int64)
         for ids, _, _ in datastore.iterate(
-            ids=ranges_of(snapshot.starts[candidates], snapshot.stops[candidates])
+            ids=id_ranges_from_positions(snapshot.starts[candidates], snapshot.stops[candidates])
         ):
             record_counts += np.bincount(
-                snapshot.documents_at(positions_of(ids)), minlength=len(record_counts)
+                snapshot.documents_at(positions_from_ids(ids)), minlength=len(record_counts)
             )
         return record_counts
 
@@ -326,7 +326,7 @@ def format_document_names(catalog: Catalog, rows: Sequence[int]) -> str:
         catalog: catalog of the store.
         rows: primary keys of the documents; removed documents are left out.
     """
-    labels = sorted(catalog.labels(rows).values())
+    labels = sorted(catalog.ids_and_domains(rows).values())
     names = ", ".join(f"{id!r} of domain {domain!r}" for id, domain in labels[:_MAX_NAMED])
     more = f" and {len(labels) - _MAX_NAMED:,} more" if len(labels) > _MAX_NAMED else ""
     return f"{names}{more}"

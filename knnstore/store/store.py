@@ -110,7 +110,7 @@ class KNNStore(StoreReader):
         """
         engine = Engine(store, location or "keys", dict(params or {}))
         folder = Path(home)
-        before = _FolderState.of(folder)
+        before = _FolderState.inspect(folder)
         made = make_store(folder, identity, engine, catalog, projection)
         try:
             new = cls(made, Catalog.open(made.catalog_url), "a")
@@ -214,7 +214,7 @@ class KNNStore(StoreReader):
         with self._lock_for_writing() as writer:
             place = str(folder.absolute())
             writer.release([lease for lease in self.leases() if lease.folder == place])
-            return writer.writer.lease(id, tokens, place)
+            return writer.writer.lease_positions(id, tokens, place)
 
     def release(self, id: str) -> None:
         """Delete a lease (reserved positions). An unknown id is ignored.
@@ -255,7 +255,9 @@ class KNNStore(StoreReader):
         with self._lock_for_writing() as writer, writer.ingest_leased(lease) as documents:
             yield documents
 
-    def describe(self, domain: str, changes: Mapping[str, tuple[Mapping[str, Any], Iterable[str]]]) -> None:
+    def replace_metadata(
+        self, domain: str, changes: Mapping[str, tuple[Mapping[str, Any], Iterable[str]]]
+    ) -> None:
         """Replace the metadata and tags of documents in one transaction. Texts and keys do not change.
 
         Args:
@@ -266,7 +268,7 @@ class KNNStore(StoreReader):
             DocumentNotFoundError: if an id is unknown.
         """
         with self._lock_for_writing() as writer:
-            writer.describe(domain, changes)
+            writer.replace_metadata(domain, changes)
 
     def rename(self, domain: str, ids: Mapping[str, str]) -> None:
         """Change the ids of documents in one transaction. Texts and keys do not change.
@@ -313,7 +315,7 @@ class KNNStore(StoreReader):
             The number of selected documents.
         """
         with self._lock_for_writing() as writer:
-            return writer.retag(self.view().rows(selection), add, remove)
+            return writer.retag(self.view().document_rows(selection), add, remove)
 
     def remove_document(self, id: str, *, domain: str | None = None) -> Document:
         """Remove a document, and return its description. No later search of any reader finds its records.
@@ -335,7 +337,7 @@ class KNNStore(StoreReader):
         """
         with self._lock_for_writing() as writer:
             removed = self.select(selection)
-            writer.remove(self.view().rows(selection))
+            writer.remove(self.view().document_rows(selection))
         return removed
 
     def remove_domain(self, name: str) -> Domain:
@@ -344,7 +346,7 @@ class KNNStore(StoreReader):
         Raises DomainNotFoundError if the domain does not exist.
         """
         with self._lock_for_writing() as writer:
-            rows = self.view().rows(Selection((name,)))
+            rows = self.view().document_rows(Selection((name,)))
             domain = next(domain for domain in self.domains() if domain.name == name)
             writer.remove(rows)
         return domain
@@ -398,7 +400,7 @@ class KNNStore(StoreReader):
 
         Returns one line of text for each problem; the list is empty if the store is sound.
         """
-        return self._current.problems() + find_problems(self.home, self._catalog, self.view())
+        return self._current.check_claim() + find_problems(self.home, self._catalog, self.view())
 
     def repair(self, *, take_over: bool = False) -> list[str]:
         """Repair the store as far as possible without a backup, then check all stored data.
@@ -471,7 +473,7 @@ class KNNStore(StoreReader):
         target = Engine(adapter, location, dict(params or {}))
         with self._lock_for_writing(copied=True) as writer, writer.finish_copying_keys():
             writer.delete_uploads(self.leases())
-            return self._relocation.move(writer.writer, target, progress or Progress())
+            return self._relocation.move_keys(writer.writer, target, progress or Progress())
 
     def abandon_move(self) -> Engine | None:
         """Give up a move of the keys that was interrupted before its switch, and erase its copy.
@@ -483,7 +485,7 @@ class KNNStore(StoreReader):
             The target engine of the move; None if there is no such move.
         """
         with self._lock_for_writing():
-            return self._relocation.abandon()
+            return self._relocation.abandon_move()
 
     def _select_one(self, id: str, domain: str | None) -> Selection:
         """Return a selection that contains exactly one document.
@@ -526,7 +528,7 @@ class _FolderState:
     """Parent folders that do not exist, the innermost first."""
 
     @classmethod
-    def of(cls, folder: Path) -> Self:
+    def inspect(cls, folder: Path) -> Self:
         """Return the present state of a folder and its parents."""
         path = folder.resolve()
         mode = stat.S_IMODE(path.stat().st_mode) if path.is_dir() else None

@@ -65,7 +65,11 @@ def _describe_trained(saved: list[SavedSettings], view: View) -> list[str]:
         for name, component in (*settings.trained_components().items(), *trained):
             if "weights" in component and "traces" in component:
                 lineage = Lineage.from_dict(component["traces"])
-                state = "outdated, because documents were removed" if lineage.gone(view.snapshot) else "ready"
+                state = (
+                    "outdated, because documents were removed"
+                    if lineage.removed_share(view.snapshot)
+                    else "ready"
+                )
                 where = ", ".join(lineage.domains) or "the whole store"
                 described[name, component["weights"]] = f"{name} of {where}: {state}"
     return list(described.values())

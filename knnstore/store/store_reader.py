@@ -83,8 +83,9 @@ class StoreReader:
             selection: documents whose records are searched.
 
         Returns:
-            Record ids (`tokens_of` returns their tokens) and distances, each of shape (q, k), nearest first.
-            If the selection has fewer than k records, each missing neighbor has id -1 and distance +inf.
+            Record ids (`tokens_from_ids` returns their tokens) and distances, each of shape (q, k), nearest
+            first. If the selection has fewer than k records, each missing neighbor has id -1 and distance
+            +inf.
 
         Raises:
             DomainNotFoundError: if the selection names an unknown domain.
@@ -167,17 +168,17 @@ class StoreReader:
         """Start a background thread that counts the n-grams of added documents.
 
         From now on, `ngrams` returns cached counts at once, even if they lack documents that were added
-        since. Then the thread, or `catch_up_ngrams`, counts again. Removed documents are never in the counts.
-        Servers use this method, so that no request waits for counting. `close` ends the thread.
+        since. Then the thread, or `recount_changed_ngrams`, counts again. Removed documents are never in the
+        counts. Servers use this method, so that no request waits for counting. `close` ends the thread.
         """
         self._counting.count_in_background()
 
-    def catch_up_ngrams(self) -> None:
+    def recount_changed_ngrams(self) -> None:
         """Count again, in this thread, the n-grams of each cached selection whose documents have changed.
 
         Errors are logged, not raised.
         """
-        self._counting.catch_up(self.view)
+        self._counting.recount_changed(self.view)
 
     def provenance(self, ids: Ids, *, before: int = 16, after: int = 8) -> list[Provenance | None]:
         """Return document, position and surrounding tokens of records.
@@ -192,13 +193,13 @@ class StoreReader:
         """
         return self._tracer.trace(ids, self.view().snapshot, before=before, after=after)
 
-    def holders(self, ids: Ids) -> NDArray[np.int64]:
+    def document_numbers(self, ids: Ids) -> NDArray[np.int64]:
         """Return the number of the document to which each record belongs, int64, in the shape of `ids`.
 
         The number is the document's primary key in the catalog; -1 where the document was removed, and for
         the id -1.
         """
-        return self.view().holders(ids)
+        return self.view().document_numbers(ids)
 
     def domains(self) -> list[Domain]:
         """Return every domain with its numbers of documents, tokens and records, sorted by name."""
@@ -233,7 +234,7 @@ class StoreReader:
 
     def select(self, selection: Selection) -> list[Document]:
         """Return descriptions of the selected documents, in the order in which they were added."""
-        return list(self._catalog.documents_of(self.view().rows(selection)).values())
+        return list(self._catalog.documents_by_row(self.view().document_rows(selection)).values())
 
     def document(self, id: str, *, domain: str | None = None) -> Document:
         """Return the description of one document.
@@ -271,10 +272,10 @@ class StoreReader:
         """
         document = self.document(id, domain=domain)
         for row in self._catalog.rows(id=id, domain=document.domain):
-            return self.text(row)
+            return self.tokens_by_number(row)
         raise DocumentNotFoundError(f"document {id!r} was just removed")
 
-    def versions(self, domain: str, ids: Iterable[str]) -> dict[str, StoredVersion]:
+    def stored_versions(self, domain: str, ids: Iterable[str]) -> dict[str, StoredVersion]:
         """Return the stored versions of documents, to compare them with documents to add.
 
         Args:
@@ -284,7 +285,7 @@ class StoreReader:
         Returns:
             Primary key, SHA-256 of the text, metadata and tags of each stored document, by id.
         """
-        return self._catalog.versions(domain, ids)
+        return self._catalog.stored_versions(domain, ids)
 
     def difference(
         self,
@@ -303,9 +304,9 @@ class StoreReader:
         """
         if self.identity.is_paired:
             documents = (TextDocument.from_row(document, PAIR_FIELDS) for document in documents)
-        return Difference.of(self._catalog, domain, documents, frozenset(tags), kept)
+        return Difference.compute(self._catalog, domain, documents, frozenset(tags), kept)
 
-    def other_ids(self, domain: str, ids: Mapping[str, str]) -> dict[str, str]:
+    def find_ids_by_content(self, domain: str, ids: Mapping[str, str]) -> dict[str, str]:
         """Find documents whose text a domain has stored under another id.
 
         Args:
@@ -317,16 +318,16 @@ class StoreReader:
         """
         return find_other_ids(self._catalog, domain, ids)
 
-    def stored_content(self, hashes: Iterable[str], selection: Selection = EVERYTHING) -> set[str]:
+    def find_stored_hashes(self, hashes: Iterable[str], selection: Selection = EVERYTHING) -> set[str]:
         """Return the hashes that are the SHA-256 of a selected document's text; drop all other hashes.
 
         Args:
             hashes: SHA-256 hashes of texts.
             selection: documents whose texts are compared.
         """
-        return self.view().content(hashes, selection)
+        return self.view().find_stored_hashes(hashes, selection)
 
-    def overlaps(
+    def measure_overlaps(
         self, texts: Sequence[Tokens], selection: Selection = EVERYTHING, letters: Letters | None = None
     ) -> list[Overlap]:
         """Measure for each text how much of it selected documents contain word for word, at any place.
@@ -340,7 +341,7 @@ class StoreReader:
             For each text an `Overlap`: the share of the text that the documents contain, from 0 to 1, and the
             SHA-256 of each document that counts as the same text.
         """
-        return self.view().overlaps(texts, selection, letters)
+        return self.view().measure_overlaps(texts, selection, letters)
 
     def token_counts(self, selection: Selection = EVERYTHING) -> NDArray[np.int64]:
         """Return how often each token occurs in the selected documents, int64, shape (vocabulary,)."""
@@ -348,7 +349,7 @@ class StoreReader:
 
     def has_unsettled_documents(self) -> bool:
         """Return True if any document is half added or half removed, because a writer runs or was killed."""
-        return bool(self._catalog.unsettled())
+        return bool(self._catalog.unsettled_documents())
 
     @property
     def id(self) -> str:
@@ -397,11 +398,11 @@ class StoreReader:
         """
         return self._catalog.metadata(numbers)
 
-    def text(self, number: int) -> Tokens:
+    def tokens_by_number(self, number: int) -> Tokens:
         """Return the token ids of a document by its number, uint32, shape (n,).
 
         Args:
-            number: number of the document, as `lengths` and `holders` return it.
+            number: number of the document, as `lengths` and `document_numbers` return it.
 
         Raises:
             DocumentNotFoundError: if the document was removed.
@@ -430,20 +431,21 @@ class StoreReader:
     def lineage(self, domains: Iterable[str] = ()) -> Lineage:
         """Return a lineage: a description of all documents that some domains have now.
 
-        The method `gone` uses the lineage later to tell how many of the documents were removed or replaced.
+        The method `removed_share` uses the lineage later to tell how many of the documents were removed or
+        replaced.
 
         Args:
             domains: names of the domains; empty means the whole store.
         """
-        return Lineage.of(self.view().snapshot, domains)
+        return Lineage.from_snapshot(self.view().snapshot, domains)
 
-    def gone(self, lineage: Lineage) -> float:
+    def removed_share(self, lineage: Lineage) -> float:
         """Return the share (0 to 1) of documents that were removed or replaced since a lineage was made.
 
         Args:
             lineage: description of a set of documents, a result of the method `lineage`.
         """
-        return lineage.gone(self.view().snapshot)
+        return lineage.removed_share(self.view().snapshot)
 
     def record_count(self, selection: Selection = EVERYTHING) -> int:
         """Return the number of records of the selected documents. The catalog gives it, not the datastore.
@@ -452,7 +454,7 @@ class StoreReader:
             DomainNotFoundError: if the selection names an unknown domain.
             DocumentNotFoundError: if the selection names an unknown document.
         """
-        return self.view().scope(selection).records
+        return self.view().build_scope(selection).records
 
     def settings(self, domains: Sequence[str] = ()) -> SavedSettings | None:
         """Return the retrieval settings that are saved for a set of domains; None if none are saved.
@@ -463,7 +465,7 @@ class StoreReader:
             domains: names of the domains, in any order; empty stands for the whole store.
         """
         payload = self._catalog.settings(domains)
-        return None if payload is None else SavedSettings.of_payload(payload)
+        return None if payload is None else SavedSettings.from_payload(payload)
 
     def load_weights(self, name: str) -> Weights:
         """Read fitted weights from a file in the store's folder.

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from knnstore.catalog import CatalogWriter, Lease, NewDocument
-from knnstore.checks import distinct_names
-from knnstore.datastore import IdRanges, SupportsOptimize, SupportsUploads, ranges_of
+from knnstore.checks import check_distinct_names
+from knnstore.datastore import IdRanges, SupportsOptimize, SupportsUploads, id_ranges_from_positions
 from knnstore.errors import CatalogError, DiskFullError, DocumentNotFoundError, KnnstoreError
 from knnstore.space import check_space
 from knnstore.store.current import Current
@@ -23,7 +23,7 @@ from knnstore.store.fitted import (
     save_weights,
 )
 from knnstore.store.home import Home
-from knnstore.store.ingest import Ingest, LeasedIngest, change_in_batches_if_full, purge
+from knnstore.store.ingest import Ingest, LeasedIngest, change_in_batches_if_full, delete_unfinished_documents
 from knnstore.store.soundness import (
     abandon_unneeded,
     get_checksum_precision,
@@ -54,7 +54,7 @@ class StoreChanges:
         self.current = current
         self._new_weights: set[str] = set()
 
-    def purge(self) -> None:
+    def delete_unfinished_documents(self) -> None:
         """Delete incompletely added documents, and the rest of documents that were removed incompletely.
 
         Settings and weights that were fitted on removed documents are deleted too.
@@ -63,7 +63,7 @@ class StoreChanges:
             DiskFullError: if the disk has no room for the changes. Readers do not see the documents that
                 could not be deleted.
         """
-        purge(self.writer, self.current.datastore, self.writer.unsettled())
+        delete_unfinished_documents(self.writer, self.current.datastore, self.writer.unsettled_documents())
         self._delete_unused_weight_files()
 
     def purge_what_fits(self) -> None:
@@ -73,7 +73,7 @@ class StoreChanges:
         rest.
         """
         try:
-            self.purge()
+            self.delete_unfinished_documents()
         except DiskFullError as error:
             _logger.warning(
                 "not all space of removed documents could be freed; the next command that writes frees "
@@ -121,7 +121,7 @@ class StoreChanges:
             group.abandon()
             raise
         self._delete_unused_weight_files()
-        self._home.reserve.keep()  # an earlier removal may have used it
+        self._home.reserve.ensure_reserved()  # an earlier removal may have used it
 
     @contextmanager
     def ingest_leased(self, lease: Lease) -> Iterator[LeasedIngest]:
@@ -133,7 +133,7 @@ class StoreChanges:
         self._check_space(lease.stop - lease.start)
         # An earlier attempt may have left documents at the same positions. Removing them later would remove
         # the new records too.
-        self.purge()
+        self.delete_unfinished_documents()
         documents = LeasedIngest(self.writer, self.current.datastore, lease)
         try:
             yield documents
@@ -142,7 +142,7 @@ class StoreChanges:
             documents.abandon()
             raise
         self._delete_unused_weight_files()
-        self._home.reserve.keep()
+        self._home.reserve.ensure_reserved()
 
     def release(self, leases: Sequence[Lease]) -> None:
         """Delete leases (reserved positions).
@@ -150,7 +150,7 @@ class StoreChanges:
         Records that were uploaded for uncommitted leases are deleted too. Documents of committed leases stay.
         """
         self.delete_uploads(leases)
-        self.writer.release(lease.id for lease in leases)
+        self.writer.delete_leases(lease.id for lease in leases)
 
     def prepare_uploads(self, domain: str) -> UploadTarget | None:
         """Return the engine to which workers may upload records; see `KNNStore.prepare_uploads`."""
@@ -176,15 +176,17 @@ class StoreChanges:
             datastore.delete(uploaded)
             datastore.flush()
 
-    def describe(self, domain: str, changes: Mapping[str, tuple[Mapping[str, Any], Iterable[str]]]) -> None:
-        """Replace the metadata and tags of documents in one transaction; see `KNNStore.describe`."""
+    def replace_metadata(
+        self, domain: str, changes: Mapping[str, tuple[Mapping[str, Any], Iterable[str]]]
+    ) -> None:
+        """Replace the metadata and tags of documents in one transaction; see `KNNStore.replace_metadata`."""
         rows = self._find_rows(domain, changes)
-        self.writer.describe({rows[id]: change for id, change in changes.items()})
+        self.writer.replace_metadata({rows[id]: change for id, change in changes.items()})
 
     def rename(self, domain: str, ids: Mapping[str, str]) -> None:
         """Change the ids of documents in one transaction; see `KNNStore.rename`."""
         rows = self._find_rows(domain, ids)
-        self.writer.rename({rows[old]: new for old, new in ids.items()})
+        self.writer.rename_documents({rows[old]: new for old, new in ids.items()})
 
     def retag(self, rows: Iterable[int], add: Iterable[str], remove: Iterable[str]) -> int:
         """Add tags to documents, and remove tags from them, in one transaction.
@@ -196,9 +198,9 @@ class StoreChanges:
             add: tags to add.
             remove: tags to remove.
         """
-        documents = self.writer.catalog.documents_of(rows)
-        added_tags, removed_tags = distinct_names(add, "tag"), distinct_names(remove, "tag")
-        self.writer.describe(
+        documents = self.writer.catalog.documents_by_row(rows)
+        added_tags, removed_tags = check_distinct_names(add, "tag"), check_distinct_names(remove, "tag")
+        self.writer.replace_metadata(
             {
                 row: (document.metadata, ({*document.tags} | added_tags) - removed_tags)
                 for row, document in documents.items()
@@ -218,10 +220,10 @@ class StoreChanges:
         """
         self._home.reserve.give_back()
         try:
-            change_in_batches_if_full(self.writer, self.writer.retire, rows)
+            change_in_batches_if_full(self.writer, self.writer.mark_as_deleting, rows)
             self.purge_what_fits()
         finally:
-            self._home.reserve.keep()
+            self._home.reserve.ensure_reserved()
 
     def save_settings(self, saved: SavedSettings, domains: Sequence[str]) -> None:
         """Save retrieval settings for a set of domains; see `KNNStore.save_settings`.
@@ -229,8 +231,8 @@ class StoreChanges:
         Also deletes damaged settings, and files of weights that no saved settings refer to.
         """
         drop_damaged_settings(self.writer)
-        self.writer.save_settings(domains, saved.payload())
-        self._new_weights -= set(saved.files())
+        self.writer.save_settings(domains, saved.to_payload())
+        self._new_weights -= set(saved.list_weight_files())
         self._delete_unused_weight_files()
 
     def save_weights(self, weights: Weights) -> str:
@@ -259,7 +261,7 @@ class StoreChanges:
         """
         datastore = self.current.datastore
         orphans = retry_past_damage(datastore, lambda: find_orphans(self.writer.catalog, datastore))
-        datastore.delete(IdRanges.of_ids(orphans))
+        datastore.delete(IdRanges.from_ids(orphans))
         datastore.flush()
         abandon_unneeded(self.writer.catalog, datastore)
 
@@ -270,11 +272,11 @@ class StoreChanges:
         """
         catalog, datastore = self.writer.catalog, self.current.datastore
         snapshot = catalog.snapshot()
-        lacks_checksum = ~np.isin(snapshot.rows, list(catalog.checksums()))
+        lacks_checksum = ~np.isin(snapshot.rows, list(catalog.key_checksums()))
         if get_checksum_precision(datastore.capabilities) is not None and lacks_checksum.any():
             checksums = make_checksum_computer(snapshot, datastore.capabilities)
             for ids, keys, _ in datastore.iterate(
-                ids=ranges_of(snapshot.starts[lacks_checksum], snapshot.stops[lacks_checksum])
+                ids=id_ranges_from_positions(snapshot.starts[lacks_checksum], snapshot.stops[lacks_checksum])
             ):
                 checksums.add_records(ids, keys)
             self.writer.note_checksums(checksums.get_checksums())
@@ -323,7 +325,7 @@ class StoreChanges:
             DocumentNotFoundError: if the domain has no document with one of the ids.
         """
         listed_ids = list(ids)
-        versions = self.writer.catalog.versions(domain, listed_ids)
+        versions = self.writer.catalog.stored_versions(domain, listed_ids)
         for id in listed_ids:
             if id not in versions:
                 raise DocumentNotFoundError(f"no document {id!r} in domain {domain!r}")

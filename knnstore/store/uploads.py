@@ -48,7 +48,7 @@ class UploadTarget:
             StoreUnavailableError: the engine cannot be reached.
             ConfigError: the engine accepts no uploads.
         """
-        adapter = registry.load(self.adapter)
+        adapter = registry.load_adapter(self.adapter)
         arguments = {"dim": identity.dim, "metric": Metric(identity.metric), **self.params}
         try:
             adapter.open(self.location, mode="r", **arguments).close()  # mode "a" would create a new one

@@ -10,7 +10,15 @@ from pathlib import Path
 import numpy as np
 
 from knnstore.catalog import Catalog, Lease, PlacedDocument, Snapshot
-from knnstore.datastore import Datastore, IdRanges, Ids, SupportsVerify, positions_of, ranges_of, tokens_of
+from knnstore.datastore import (
+    Datastore,
+    IdRanges,
+    Ids,
+    SupportsVerify,
+    id_ranges_from_positions,
+    positions_from_ids,
+    tokens_from_ids,
+)
 from knnstore.errors import CatalogError, KnnstoreError
 from knnstore.store.fitted import find_file_problem, find_files_in_use
 from knnstore.store.home import Home
@@ -39,13 +47,13 @@ def find_problems(home: Home, catalog: Catalog, view: View) -> list[str]:
     Returns:
         One line of text for each problem; empty if the store is sound.
     """
-    problems, datastore = catalog.problems(), view.datastore
+    problems, datastore = catalog.find_problems(), view.datastore
     exposed = home.find_exposed_file()
     if exposed is not None:  # no problem of the store's, and it may be meant
         _logger.warning(
             "every user of this machine can read %s: `chmod -R o= %s` ends that", exposed, home.path
         )
-    unsettled = catalog.unsettled()
+    unsettled = catalog.unsettled_documents()
     if unsettled:
         problems.append(
             f"{len(unsettled)} documents are half added or half removed: another process is writing, or was "
@@ -103,7 +111,7 @@ def select_open_positions(leases: Iterable[Lease]) -> IdRanges:
     """
     bounds = [(lease.start, lease.stop) for lease in leases if not lease.is_committed]
     starts, stops = np.array(bounds, np.int64).reshape(-1, 2).T
-    return ranges_of(starts, stops)
+    return id_ranges_from_positions(starts, stops)
 
 
 def find_orphans(catalog: Catalog, datastore: Datastore) -> Ids:
@@ -141,17 +149,17 @@ def _compare_records(catalog: Catalog, datastore: Datastore, unsettled: list[Pla
     records = np.zeros(len(snapshot.rows), np.int64)
     wrong = np.zeros(len(snapshot.rows), bool)
     foreign = [np.zeros(0, np.int64)]
-    stored = catalog.checksums()
+    stored = catalog.key_checksums()
     checked = make_checksum_checker(snapshot, stored)
     texts: dict[int, Tokens] = {}
     # 1) Read all records, and compare each record with its document.
     for batch_ids, batch_keys, batch_groups in datastore.iterate():
         checked.add_records(batch_ids, batch_keys)
-        batch_documents = snapshot.documents_at(positions_of(batch_ids))
+        batch_documents = snapshot.documents_at(positions_from_ids(batch_ids))
         has_document = batch_documents >= 0
         foreign.append(batch_ids[~has_document])
         ids, groups, at = batch_ids[has_document], batch_groups[has_document], batch_documents[has_document]
-        positions = positions_of(ids)
+        positions = positions_from_ids(ids)
         documents, which, counts = np.unique(at, return_inverse=True, return_counts=True)
         records[documents] += counts
         # A document may have records in two batches: its tokens are kept from the last batch.
@@ -164,11 +172,13 @@ def _compare_records(catalog: Catalog, datastore: Datastore, unsettled: list[Pla
         is_correct = (first <= offsets) & (offsets < lengths[which])
         is_correct &= groups == snapshot.groups[at]
         tokens = np.concatenate([_NO_TOKENS, *read])
-        is_correct[is_correct] = tokens[(origins[which] + offsets)[is_correct]] == tokens_of(ids[is_correct])
+        is_correct[is_correct] = tokens[(origins[which] + offsets)[is_correct]] == tokens_from_ids(
+            ids[is_correct]
+        )
         wrong[at[~is_correct]] = True
     # 2) Report the documents with wrong, missing or altered records.
     wrong |= records != snapshot.records
-    damaged = catalog.altered(snapshot.rows.tolist())
+    damaged = catalog.find_damaged_documents(snapshot.rows.tolist())
     incomplete = set(snapshot.rows[wrong].tolist()) - damaged
     altered = set(checked.find_differing(stored)) - incomplete - damaged
     problems = []
@@ -193,9 +203,9 @@ def _compare_records(catalog: Catalog, datastore: Datastore, unsettled: list[Pla
                 f"drop the plan with `knnstore plan {lease.folder} --drop`"
             )
     if len(orphans):  # a writer may have added or removed documents since
-        for placed in (unsettled, catalog.unsettled()):
+        for placed in (unsettled, catalog.unsettled_documents()):
             bounds = np.array([(d.start, d.stop) for d in placed], np.int64).reshape(-1, 2)
-            orphans = orphans[~ranges_of(bounds[:, 0], bounds[:, 1]).contains(orphans)]
+            orphans = orphans[~id_ranges_from_positions(bounds[:, 0], bounds[:, 1]).contains(orphans)]
         orphans = _select_orphans(orphans, catalog.snapshot())
     if len(orphans):
         problems.append(f"{len(orphans)} records belong to no document: run `knnstore repair`")
@@ -214,7 +224,7 @@ def _name_documents(catalog: Catalog, rows: set[int]) -> list[str]:
     names = []
     for row in sorted(rows):
         try:
-            labels = catalog.labels([row])
+            labels = catalog.ids_and_domains([row])
         except CatalogError:
             names.append(f"document number {row}")
         else:
@@ -237,7 +247,7 @@ def _read_texts(catalog: Catalog, snapshot: Snapshot, documents: list[int]) -> d
     """
     rows = snapshot.rows[documents].tolist()
     try:
-        read = dict(catalog.texts(rows))
+        read = dict(catalog.iterate_tokens(rows))
     except CatalogError:  # some of them are damaged
         read = {row: tokens for row in rows if (tokens := _read_text(catalog, row)) is not None}
     lengths = snapshot.stops[documents] - snapshot.starts[documents]
@@ -261,4 +271,4 @@ def _read_text(catalog: Catalog, row: int) -> Tokens | None:
 
 def _select_orphans(ids: Ids, snapshot: Snapshot) -> Ids:
     """Return the record ids in `ids` that belong to no document of a snapshot, in the same order."""
-    return ids[snapshot.documents_at(positions_of(ids)) < 0]
+    return ids[snapshot.documents_at(positions_from_ids(ids)) < 0]

@@ -20,8 +20,8 @@ from knnstore.datastore import (
     SupportsCells,
     SupportsDeviceVisits,
     Visits,
-    positions_of,
-    ranges_of,
+    id_ranges_from_positions,
+    positions_from_ids,
 )
 from knnstore.errors import CatalogError, CorruptDatastoreError, DocumentNotFoundError, DomainNotFoundError
 from knnstore.store.ngrams import KNOWN, RUN_LETTERS, Letters, Overlap, Runs
@@ -74,12 +74,12 @@ class View:
         self._counts: tuple[Selection, NDArray[np.int64]] | None = None
         self._masks: OrderedDict[Selection, NDArray[np.bool_]] = OrderedDict()
 
-    def holders(self, ids: Ids) -> NDArray[np.int64]:
+    def document_numbers(self, ids: Ids) -> NDArray[np.int64]:
         """Return the primary key of the document to which each record belongs, int64, in the shape of `ids`.
 
         The result is -1 where no document of this view has the record, and for the id -1.
         """
-        document_indices = self.snapshot.documents_at(positions_of(ids))
+        document_indices = self.snapshot.documents_at(positions_from_ids(ids))
         return (
             np.where(document_indices >= 0, self.snapshot.rows[document_indices], -1)
             if len(self.snapshot.rows)
@@ -92,7 +92,7 @@ class View:
         Records that are not live are left out. Raises CorruptDatastoreError if a query has no neighbor,
         although the selected documents have records.
         """
-        live, where, records = self.scope(selection)
+        live, where, records = self.build_scope(selection)
         neighbors = self.datastore.search(queries, k, where=where)
         orphans = ~live.contains(neighbors.ids) & (neighbors.ids >= 0)
         if orphans.any():
@@ -102,7 +102,7 @@ class View:
         if records and (neighbors.ids[:, 0] < 0).any():
             raise CorruptDatastoreError(_LOST_RECORDS)
         if orphans.any():
-            neighbors = neighbors.without(orphans).nearest(k)
+            neighbors = neighbors.mask_neighbors(orphans).select_nearest(k)
         return neighbors
 
     def visit(self, queries: Keys, probes: int, selection: Selection) -> list[Visits]:
@@ -111,7 +111,7 @@ class View:
         Records of other documents are replaced by padding (id -1, distance +inf). Raises
         CorruptDatastoreError if a query has no record, although the selected documents have records.
         """
-        live, where, records = self.scope(selection)
+        live, where, records = self.build_scope(selection)
         visits = self._visit_cells(queries, probes, live, where)
         all_meet = _has_record_for_each_query(visits, len(queries))
         if not all_meet:  # what is not live yet, or no more, took all places
@@ -128,13 +128,13 @@ class View:
         """
         if not self._has_device_visits:
             return None
-        live, where, _ = self.scope(selection)
+        live, where, _ = self.build_scope(selection)
         datastore: Any = self.datastore
         exact = Filter(live, None if where is None else where.groups)
         visits: DeviceVisits | None = datastore.visit_on_device(queries, probes, exact)
         return visits
 
-    def scope(self, selection: Selection) -> Scope:
+    def build_scope(self, selection: Selection) -> Scope:
         """Return the scope of a selection: ids, filter and number of the records of its documents.
 
         The scopes of the latest selections are cached.
@@ -150,35 +150,41 @@ class View:
                 self._scopes.popitem(last=False)
         return scope
 
-    def content(self, hashes: Iterable[str], selection: Selection) -> set[str]:
+    def find_stored_hashes(self, hashes: Iterable[str], selection: Selection) -> set[str]:
         """Return the hashes that are the SHA-256 of a selected document's text; drop all other hashes."""
         duplicates = self._catalog.rows_by_content(hashes)
         reached = self.mask_documents(selection) & self._mask_rows(chain(*duplicates.values()))
         selected_rows = set(self.snapshot.rows[reached].tolist())
         return {hash for hash, rows in duplicates.items() if not selected_rows.isdisjoint(rows)}
 
-    def overlaps(
+    def measure_overlaps(
         self, texts: Sequence[Tokens], selection: Selection, letters: Letters | None = None
     ) -> list[Overlap]:
-        """Measure how much of each text selected documents contain word for word; see `KNNStore.overlaps`.
+        """Measure how much of each text selected documents contain word for word.
 
         Each selected document is read once.
         """
         same, others = [set[int]() for _ in texts], [set[int]() for _ in texts]
-        runs = Runs(texts) if letters is None else Runs([letters.of(text) for text in texts], RUN_LETTERS)
-        for row, tokens in self._catalog.texts(self.snapshot.rows[self.mask_documents(selection)].tolist()):
-            shared = runs.compare_document(tokens if letters is None else letters.of(tokens))
+        runs = (
+            Runs(texts)
+            if letters is None
+            else Runs([letters.from_tokens(text) for text in texts], RUN_LETTERS)
+        )
+        for row, tokens in self._catalog.iterate_tokens(
+            self.snapshot.rows[self.mask_documents(selection)].tolist()
+        ):
+            shared = runs.compare_document(tokens if letters is None else letters.from_tokens(tokens))
             for number in shared.same:
                 same[number].add(row)
             for number in shared.others:
                 others[number].add(row)
-        for number, share in enumerate(runs.shares(elsewhere=True)):
+        for number, share in enumerate(runs.covered_shares(elsewhere=True)):
             if share >= KNOWN:
                 same[number] |= others[number]
         hashes = self._catalog.content_hashes(set().union(*same))
         return [
             Overlap(share, frozenset(hashes[row] for row in rows if row in hashes))
-            for share, rows in zip(runs.shares(), same, strict=True)
+            for share, rows in zip(runs.covered_shares(), same, strict=True)
         ]
 
     def token_counts(self, selection: Selection, vocabulary: int) -> NDArray[np.int64]:
@@ -198,7 +204,7 @@ class View:
             return latest[1]
         counts = np.zeros(vocabulary, np.int64)
         selected_rows = self.snapshot.rows[self.mask_documents(selection)]
-        for tokens in _join_texts(self._catalog.texts(selected_rows.tolist()), vocabulary):
+        for tokens in _join_texts(self._catalog.iterate_tokens(selected_rows.tolist()), vocabulary):
             if tokens.max(initial=0) >= vocabulary:
                 raise CatalogError(
                     "the catalog is damaged: a token is outside the vocabulary; run `knnstore verify`"
@@ -208,7 +214,7 @@ class View:
         self._counts = selection, counts
         return counts
 
-    def rows(self, selection: Selection) -> list[int]:
+    def document_rows(self, selection: Selection) -> list[int]:
         """Return the primary keys of the selected documents, in the order in which they were added."""
         selected_rows: list[int] = self.snapshot.rows[self.mask_documents(selection)].tolist()
         return selected_rows
@@ -222,7 +228,7 @@ class View:
         lengths = self.snapshot.stops - self.snapshot.starts
         return dict(zip(self.snapshot.rows[mask].tolist(), lengths[mask].tolist(), strict=True))
 
-    def texts(self, mask: NDArray[np.bool_]) -> list[NDArray[np.uint32]] | None:
+    def read_tokens(self, mask: NDArray[np.bool_]) -> list[NDArray[np.uint32]] | None:
         """Return the token ids of some documents, uint32 arrays, in the order of the documents' positions.
 
         Args:
@@ -232,7 +238,7 @@ class View:
             The token ids of each document; None if one of the documents was removed since.
         """
         rows = self.snapshot.rows[mask].tolist()
-        tokens_by_row = dict(self._catalog.texts(rows))
+        tokens_by_row = dict(self._catalog.iterate_tokens(rows))
         return [tokens_by_row[row] for row in rows] if len(tokens_by_row) == len(rows) else None
 
     def records(self, selection: Selection, without: Collection[int], batch_size: int) -> Iterator[Records]:
@@ -241,7 +247,7 @@ class View:
         The records of the documents `without` (primary keys) are left out.
         """
         mask = self.mask_documents(selection) & ~self._mask_rows(without)
-        live = ranges_of(self.snapshot.starts[mask], self.snapshot.stops[mask])
+        live = id_ranges_from_positions(self.snapshot.starts[mask], self.snapshot.stops[mask])
         for ids, keys, _ in self.datastore.iterate(ids=live, batch_size=batch_size):
             yield Records(ids, keys)
 
@@ -265,7 +271,9 @@ class View:
         if not alive.all() and (every[~alive] >= 0).any():
             ends = np.cumsum([len(part) for part in ids])[:-1]
             parts = zip(visits, np.split(alive, ends), strict=True)
-            visits = [cell_visits.only(part.reshape(cell_visits.ids.shape)) for cell_visits, part in parts]
+            visits = [
+                cell_visits.select_records(part.reshape(cell_visits.ids.shape)) for cell_visits, part in parts
+            ]
         return visits
 
     def _resolve_scope(self, selection: Selection) -> Scope:
@@ -274,7 +282,7 @@ class View:
         Raises DomainNotFoundError or DocumentNotFoundError for an unknown name.
         """
         mask = self.mask_documents(selection)
-        live = ranges_of(self.snapshot.starts[mask], self.snapshot.stops[mask])
+        live = id_ranges_from_positions(self.snapshot.starts[mask], self.snapshot.stops[mask])
         records = int(self.snapshot.records[mask].sum())
         if selection == EVERYTHING:
             return Scope(live, None, records)
@@ -362,7 +370,7 @@ def _has_record_for_each_query(visits: Sequence[Visits], queries: int) -> bool:
     """
     met = np.zeros(queries, bool)
     for visit in visits:
-        met[visit.meeting()] = True
+        met[visit.find_nonempty_queries()] = True
     return bool(met.all())
 
 

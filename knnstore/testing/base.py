@@ -23,8 +23,8 @@ from knnstore.datastore import (
     Metric,
     Neighbors,
     SupportsGet,
-    positions_of,
-    ranges_of,
+    id_ranges_from_positions,
+    positions_from_ids,
     record_ids,
 )
 
@@ -84,8 +84,8 @@ class Records:
 
         An id is made of a position and a token; the ranges contain the ids of all tokens at these positions.
         """
-        positions = positions_of(self.ids)
-        return ranges_of(positions, positions + 1)
+        positions = positions_from_ids(self.ids)
+        return id_ranges_from_positions(positions, positions + 1)
 
     def filter_by_groups(self, *groups: int) -> Filter:
         """Return a filter that selects the records of some groups (domains).

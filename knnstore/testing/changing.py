@@ -162,7 +162,7 @@ class AddTests(KitBase):
         store = records.add_to(open_store())
         check_holds(store, records)
         assert store.search(records.keys, 1).ids[:, 0].tolist() == ids.tolist()
-        store.delete(IdRanges.of_ids(ids[-2:]))
+        store.delete(IdRanges.from_ids(ids[-2:]))
         check_holds(store, records[:-2])
 
     def test_groups_use_all_31_bits(self, open_store: OpenStore) -> None:
@@ -194,7 +194,7 @@ class AddTests(KitBase):
     def test_other_forms_of_keys_are_cast(self, open_store: OpenStore, records: Records, form: str) -> None:
         """Keys may have another float type or memory layout, or be read-only.
 
-        If this fails, check that `add` begins with `checked_records`.
+        If this fails, check that `add` begins with `validate_records`.
         """
         wide = np.repeat(records.keys, 2, axis=1)
         keys: ArrayLike = {
@@ -212,7 +212,7 @@ class AddTests(KitBase):
     def test_id_twice_in_one_call_is_refused(self, store: Datastore, records: Records) -> None:
         """A call with the same id twice is refused; none of its records is stored.
 
-        If this fails, check that `add` begins with `checked_records`.
+        If this fails, check that `add` begins with `validate_records`.
         """
         with _expect_refusal(ValueError, store, records):
             store.add(np.array([5, 6, 5]), records.keys[:3], records.groups[:3])
@@ -220,7 +220,7 @@ class AddTests(KitBase):
     def test_wrong_dim_is_refused(self, store: Datastore, records: Records) -> None:
         """Keys of another dim raise; nothing is stored.
 
-        If this fails, check that `add` begins with `checked_records`.
+        If this fails, check that `add` begins with `validate_records`.
         """
         with _expect_refusal(DimensionMismatchError, store, records):
             store.add(records.ids[:3], records.keys[:3, :-1], records.groups[:3])
@@ -231,7 +231,7 @@ class AddTests(KitBase):
     ) -> None:
         """NaN and infinities raise; nothing is stored, not even the good rows of the call.
 
-        If this fails, check that `add` begins with `checked_records`.
+        If this fails, check that `add` begins with `validate_records`.
         """
         keys = records.keys[:3] * 2
         keys[1, 2] = value
@@ -246,7 +246,7 @@ class AddTests(KitBase):
     ) -> None:
         """Arrays of the wrong shape and negative numbers raise `ValueError`; nothing is stored.
 
-        If this fails, check that `add` begins with `checked_records`.
+        If this fails, check that `add` begins with `validate_records`.
         """
         ids, keys, groups = np.arange(3), records.keys[:3] * 2, np.zeros(3, np.int32)
         changes = {
@@ -309,7 +309,7 @@ class RemoveAndIterateTests(KitBase):
 
         If this fails, check the borders of half-open ranges.
         """
-        store.delete(IdRanges.of_ids(records.ids[::2]))
+        store.delete(IdRanges.from_ids(records.ids[::2]))
         check_holds(store, records[1::2])
 
     def test_deleting_again_removes_nothing(self, store: Datastore, records: Records) -> None:
@@ -372,7 +372,7 @@ class RemoveAndIterateTests(KitBase):
         If this fails, check that each requested id is compared with the id of the record that was found.
         """
         readable = require_get(store)
-        store.delete(IdRanges.of_ids(records.ids[5:6]))
+        store.delete(IdRanges.from_ids(records.ids[5:6]))
         for id in (records.ids[0] + 1, -1, records.ids[5]):
             with pytest.raises(RecordNotFoundError, match=str(id)):
                 readable.get(np.array([records.ids[9], id]))

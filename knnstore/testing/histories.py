@@ -14,7 +14,16 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from knnstore.datastore import TOKEN_LIMIT, Datastore, Filter, IdRanges, Keys, Metric, ranges_of, record_ids
+from knnstore.datastore import (
+    TOKEN_LIMIT,
+    Datastore,
+    Filter,
+    IdRanges,
+    Keys,
+    Metric,
+    id_ranges_from_positions,
+    record_ids,
+)
 from knnstore.testing.base import (
     ALL_IDS,
     KitBase,
@@ -42,7 +51,7 @@ def _cover_position_runs(runs: list[tuple[int, int]]) -> IdRanges:
     Args:
         runs: half-open ranges of positions: the first position, and the position after the last.
     """
-    return ranges_of(*np.array(runs, np.int64).reshape(-1, 2).T)
+    return id_ranges_from_positions(*np.array(runs, np.int64).reshape(-1, 2).T)
 
 
 class DatastoreStateMachine(RuleBasedStateMachine):

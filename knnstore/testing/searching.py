@@ -15,8 +15,8 @@ from knnstore.datastore import (
     SupportsOptimize,
     Visit,
     Visits,
-    apart,
     record_ids,
+    split_visits,
 )
 from knnstore.errors import DimensionMismatchError, InvalidVectorError
 from knnstore.testing.base import (
@@ -92,7 +92,7 @@ class SearchTests(KitBase):
     def test_k_below_one_is_refused(self, store: Datastore, records: Records, k: int) -> None:
         """A k of 0 or less raises ValueError.
 
-        If this fails, check that `search` calls `checked_k`.
+        If this fails, check that `search` calls `validate_k`.
         """
         with pytest.raises(ValueError):  # noqa: PT011  # its text is the adapter's own
             store.search(records.keys[:1], k)
@@ -138,7 +138,7 @@ class SearchTests(KitBase):
     def test_queries_of_another_dim_are_refused(self, store: Datastore, records: Records) -> None:
         """Queries with another dim than the store raise an error.
 
-        If this fails, check that `search` calls `checked_keys`.
+        If this fails, check that `search` calls `validate_keys`.
         """
         with pytest.raises(DimensionMismatchError):
             store.search(records.keys[:2, :-1], 3)
@@ -146,7 +146,7 @@ class SearchTests(KitBase):
     def test_query_that_is_not_finite_is_refused(self, store: Datastore, records: Records) -> None:
         """A query with NaN or an infinity raises an error.
 
-        If this fails, check that `search` calls `checked_keys`.
+        If this fails, check that `search` calls `validate_keys`.
         """
         for value in (np.nan, np.inf):
             queries = records.keys[:2].copy()
@@ -243,7 +243,7 @@ class FilterTests(KitBase):
 
         If this fails, check the borders of half-open ranges.
         """
-        check_search(store, records, 20, where=Filter(ids=IdRanges.of_ids(records.ids[::3])))
+        check_search(store, records, 20, where=Filter(ids=IdRanges.from_ids(records.ids[::3])))
 
     def test_many_ranges(self, store: Datastore, records: Records) -> None:
         """A filter with thousands of ranges, most of them without a record, is respected.
@@ -251,7 +251,7 @@ class FilterTests(KitBase):
         If this fails, check the engine's limit on the length of a filter.
         """
         elsewhere = record_ids(200_000 + 2 * np.arange(2000), np.zeros(2000, np.int64))
-        where = Filter(ids=IdRanges.of_ids(elsewhere) | IdRanges.of_ids(records.ids[1::2]))
+        where = Filter(ids=IdRanges.from_ids(elsewhere) | IdRanges.from_ids(records.ids[1::2]))
         check_search(store, records, 20, where=where)
 
     def test_fewer_match_than_asked_for(self, store: Datastore, records: Records) -> None:
@@ -259,7 +259,7 @@ class FilterTests(KitBase):
 
         If this fails, check that the search continues until k records are found or all were compared.
         """
-        check_search(store, records, 20, where=Filter(ids=IdRanges.of_ids(records.ids[40:47])))
+        check_search(store, records, 20, where=Filter(ids=IdRanges.from_ids(records.ids[40:47])))
         check_search(store, records[:0], 4, where=Filter(ids=IdRanges([(1, 2)])))
 
     def test_deleted_and_moved_records_do_not_leak(self, store: Datastore, records: Records) -> None:
@@ -296,7 +296,7 @@ def _scatter_distances(visits: list[Visits], records: Records, queries: int) -> 
     """
     distances = np.full((queries, len(records)), np.inf, np.float32)
     column_of = {int(id): column for column, id in enumerate(records.ids)}
-    for visit in apart(visits):
+    for visit in split_visits(visits):
         shape = len(visit.queries), len(visit.ids)
         assert visit.distances.shape == shape, f"distances are {visit.distances.shape}, not {shape}"
         assert visit.distances.dtype == np.float32, f"distances are {visit.distances.dtype}, not float32"
@@ -339,10 +339,10 @@ class VisitTests(KitBase):
     def test_ranks_are_those_of_the_nearest_cells(self, cells: CellsStore, records: Records) -> None:
         """If visits have ranks, the cells with a rank below p are the cells of a visit with p probes."""
         queries = make_queries(100, self.dim)
-        visits = apart(cells.visit(queries, 4))
+        visits = split_visits(cells.visit(queries, 4))
         for probes in (1, 3) if all(visit.ranks is not None for visit in visits) else ():
             nearer = [
-                Visits.of(Visit(visit.queries[near], visit.ids, visit.distances[near]))
+                Visits.from_visit(Visit(visit.queries[near], visit.ids, visit.distances[near]))
                 for visit in visits
                 for near in [np.asarray(visit.ranks) < probes]
             ]
@@ -410,7 +410,7 @@ class VisitTests(KitBase):
     def test_bad_arguments(self, cells: CellsStore) -> None:
         """Queries are checked as in a search, and the number of probes must be at least 1.
 
-        If this fails, call `checked_keys` and `checked_k`.
+        If this fails, call `validate_keys` and `validate_k`.
         """
         with pytest.raises(DimensionMismatchError):
             cells.visit(make_queries(3, self.dim + 1), 4)

@@ -160,7 +160,7 @@ class LifecycleTests(KitBase):
     def test_unknown_parameter_is_refused(self, open_store: OpenStore) -> None:
         """A parameter that the adapter does not know raises an error; it is not ignored.
 
-        If this fails, check that `open` calls `checked_params`.
+        If this fails, check that `open` calls `validate_params`.
         """
         with pytest.raises(ConfigError, match=r"no_such_parameter.*accepted"):
             open_store(no_such_parameter=1)

@@ -29,7 +29,7 @@ def main() -> None:
         if step == "add":
             store.add(ids[rows], keys[rows], groups[rows])
         elif step == "delete":
-            store.delete(IdRanges.of_ids(ids[rows]))
+            store.delete(IdRanges.from_ids(ids[rows]))
         elif step == "flush":
             store.flush()
         print(step, flush=True)

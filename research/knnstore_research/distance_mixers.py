@@ -12,7 +12,7 @@ from torch import Tensor
 from knnstore.datastore import Metric
 from knnstore.errors import ConfigError
 from knnstore.lm import KNNSettings
-from knnstore.lm.calibration import GridEvidence, ScoredText, best_fixed
+from knnstore.lm.calibration import GridEvidence, ScoredText, fit_temperature_and_lambda
 from knnstore.lm.mixing import MAX_LAMBDA, Chosen, Evidence, SimpleMixer, interpolate_on_grid, mix_probs
 
 _TEMPERATURES = 100
@@ -55,7 +55,7 @@ class NearnessLambda(SimpleMixer):
             lam = mixer(evidence.nearest, temperature).lam
             return float(mix_probs(evidence.lm[:, 0], (lam, knn)).log().sum())
 
-        return evidence.settings(max(tried, key=likelihood), mixer)
+        return evidence.build_settings(max(tried, key=likelihood), mixer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +101,14 @@ class RelativeConfidence(SimpleMixer):
         """
         if evidence.probes is not None:
             return None
-        temperature, lam = best_fixed(evidence)
+        temperature, lam = fit_temperature_and_lambda(evidence)
         knn = interpolate_on_grid(evidence.knn, evidence.temperatures, temperature)
         k = evidence.k
         ratios = torch.cat(
-            [relative_distance(scored.distances[rows, :k]) for rows in scored.chunks(k, evidence.tokens)]
+            [
+                relative_distance(scored.distances[rows, :k])
+                for rows in scored.split_into_chunks(k, evidence.tokens)
+            ]
         )
         middle, spread = float(ratios.mean()), float(ratios.std().clamp(min=1e-6))
         standardized = (ratios - middle) / spread
@@ -123,7 +126,7 @@ class RelativeConfidence(SimpleMixer):
         optimizer.step(step)  # type: ignore[no-untyped-call]
         level, slope = weights.detach().double().tolist()
         slope = min(slope, -1e-6) if slope <= 0 else max(slope, 1e-6)
-        return evidence.settings(temperature, cls(middle - spread * level / slope, -spread / slope))
+        return evidence.build_settings(temperature, cls(middle - spread * level / slope, -spread / slope))
 
 
 def relative_distance(distances: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from knnstore.datastore import Keys, Metric, pairwise, stored_keys
+from knnstore.datastore import Keys, Metric, convert_to_stored_precision, pairwise_distances
 from knnstore.documents import OnBad, TextDocument
 from knnstore.errors import ConfigError, InputError
 from knnstore.lm.calibration import (
@@ -26,7 +26,7 @@ from knnstore.lm.calibration import (
     Candidate,
     Judge,
     ScoredText,
-    compare,
+    compare_candidates,
 )
 from knnstore.lm.keys import (
     FINAL_PLACES,
@@ -34,8 +34,8 @@ from knnstore.lm.keys import (
     Joining,
     KeyCapture,
     KeyLocation,
+    count_layers,
     fit_projection,
-    layer_count,
     locate,
 )
 from knnstore.lm.mixing import Evidence, NeighborSums
@@ -103,7 +103,7 @@ def default_keys(model: PreTrainedModel) -> list[str]:
     Each place has one name.
     """
     names = [*LAYER_PLACES, *FINAL_PLACES]
-    if layer_count(model) > 1:
+    if count_layers(model) > 1:
         names += [f"{name}@-2" for name in LAYER_PLACES]
     found: dict[KeyLocation, str] = {}
     for name in names:
@@ -192,7 +192,7 @@ def probe_keys(
         documents = torch.from_numpy(text.documents)
         evidence = Evidence(text.lm_max, [NeighborSums(distances, hits=hits)])
         scored = ScoredText(text.lm_log_probs, documents, evidence)
-        compared = compare(scored, fits={})
+        compared = compare_candidates(scored, fits={})
         base, best, change = compared.base, compared.best, None
         if one_state is not None:
             _, change = Judge(replace(scored, lm_log_probs=one_state.log_probs))(best.log_probs)
@@ -208,8 +208,10 @@ def probe_keys(
     key, metric, one_state = single.key, single.metric, single.fitted
     samples = {1: _Sample(store.keys[key], text.keys[key])}
     for n in joined:
-        reader = replace(reader, encoder=Encoder(model, places[key], Joining.from_states(n)))
-        samples[n] = _Sample(stored_keys(_compute_keys(reader, stored)), _compute_keys(reader, held_out))
+        reader = replace(reader, encoder=Encoder(model, places[key], Joining.from_state_count(n)))
+        samples[n] = _Sample(
+            convert_to_stored_precision(_compute_keys(reader, stored)), _compute_keys(reader, held_out)
+        )
         judge(key, metric, samples[n], n, one_state)
     best = min(probed, key=_get_perplexity).states
     for dim in dims:
@@ -233,7 +235,7 @@ class _Sample(NamedTuple):
         stored = self.stored.astype(np.float32)
         projection, _ = fit_projection(stored, dim, metric, keys_per_direction=1)  # what it loses is judged
         projected, asked = (projection(torch.from_numpy(array)).numpy() for array in (stored, self.asked))
-        return _Sample(stored_keys(projected), asked)
+        return _Sample(convert_to_stored_precision(projected), asked)
 
 
 def _compute_keys(reader: TextReader, texts: Sequence[NDArray[np.uint32]]) -> Keys:
@@ -241,7 +243,10 @@ def _compute_keys(reader: TextReader, texts: Sequence[NDArray[np.uint32]]) -> Ke
 
     The tokens have the same order as in the result of `_capture_keys`.
     """
-    keys = [reader.encoder.keys(batch.input_ids, batch.at).cpu().numpy() for batch in reader.batches(texts)]
+    keys = [
+        reader.encoder.compute_keys(batch.input_ids, batch.at).cpu().numpy()
+        for batch in reader.batch_windows(texts)
+    ]
     return np.concatenate(keys)
 
 
@@ -280,7 +285,7 @@ def _capture_keys(
     encoder = reader.encoder
     parts: dict[str, list[Keys]] = {key: [] for key in places}
     gold, documents, log_probs = [], [], []
-    for batch in reader.batches(texts):
+    for batch in reader.batch_windows(texts):
         with ExitStack() as capturing:
             captures = {
                 key: capturing.enter_context(KeyCapture(encoder.model, place))
@@ -288,9 +293,9 @@ def _capture_keys(
             }
             states = encoder.encode(batch.input_ids, batch.at).states
         for key, capture in captures.items():
-            keys = capture.keys(*batch.input_ids.shape).flatten(0, 1)[batch.at]
+            keys = capture.take_keys(*batch.input_ids.shape).flatten(0, 1)[batch.at]
             batch_keys = keys.float().cpu().numpy()
-            parts[key].append(stored_keys(batch_keys) if half else batch_keys)
+            parts[key].append(convert_to_stored_precision(batch_keys) if half else batch_keys)
         gold.append(batch.gold)
         documents.append(batch.documents)
         log_probs.append(encoder.log_probs(states, batch.gold))
@@ -317,7 +322,7 @@ def nearest_keys(queries: Tensor, keys: Tensor, k: int, metric: str) -> tuple[Te
         Distances, float32, ascending, and row numbers in `keys`, int64; both of shape (q, k), on the CPU.
     """
     blocks = torch.split(queries, max(1, _DISTANCES // len(keys)))
-    nearest = [pairwise(block, keys, metric).topk(k, largest=False) for block in blocks]
+    nearest = [pairwise_distances(block, keys, metric).topk(k, largest=False) for block in blocks]
     distances, rows = zip(*((part.values.cpu(), part.indices.cpu()) for part in nearest), strict=True)
     return torch.cat(distances), torch.cat(rows)
 

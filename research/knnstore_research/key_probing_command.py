@@ -6,7 +6,7 @@ import typer
 
 from knnstore.cli.fits import build_fit_row, format_fits_table
 from knnstore.cli.inputs import Documents
-from knnstore.cli.models import Runtime, quiet_transformers
+from knnstore.cli.models import Runtime, silence_transformers
 from knnstore.cli.options import JsonOption, MaxLengthOption
 from knnstore.cli.output import Bar, print_message, print_result
 from knnstore.errors import ConfigError
@@ -76,7 +76,7 @@ def probe_keys(
     """
     documents.check_files()
     check_model(model)
-    quiet_transformers()
+    silence_transformers()
     from knnstore.lm import load_model
     from knnstore_research.key_probing import probe_keys as probe
 

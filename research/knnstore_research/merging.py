@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knnstore.datastore import Keys, Metric, nearest_rows
+from knnstore.datastore import Keys, Metric, find_nearest_rows
 from knnstore.errors import ConfigError
 from knnstore.lm.calibration import ScoredText
 from knnstore.lm.reading import TextReader
@@ -90,11 +90,11 @@ def score_stored(store: Reader, reader: TextReader, selection: Selection) -> NDA
     Returns:
         Float32, shape (n,), in the order of the documents and their tokens.
     """
-    texts = [store.text(number) for number in store.lengths(selection)]
+    texts = [store.tokens_by_number(number) for number in store.lengths(selection)]
     documents, positions, log_probs = [], [], []
-    for batch in reader.batches(texts):
+    for batch in reader.batch_windows(texts):
         states = reader.encoder.encode(batch.input_ids, batch.at).states
-        log_probs.append(reader.encoder.gold_log_probs(states, batch.gold).cpu().numpy())
+        log_probs.append(reader.encoder.target_log_probs(states, batch.gold).cpu().numpy())
         documents.append(batch.documents)
         positions.append(batch.positions)
     order = np.lexsort((np.concatenate(positions), np.concatenate(documents)))
@@ -170,9 +170,9 @@ def _find_nearest_pairs(tokens: NDArray[np.int64], keys: Keys) -> NDArray[np.int
         near = min(_NEAREST, len(rows) - 1)
         if near > 0:
             token_keys = keys[rows]
-            nearest = nearest_rows(token_keys, token_keys, near + 1, Metric.L2)
+            nearest = find_nearest_rows(token_keys, token_keys, near + 1, Metric.L2)
             itself = nearest.ids == np.arange(len(rows))[:, None]
-            others = nearest.without(itself).nearest(near)
+            others = nearest.mask_neighbors(itself).select_nearest(near)
             found.append(np.sort(np.stack([np.repeat(rows, near), rows[others.ids.ravel()]], axis=1), axis=1))
             lengths.append(others.distances.ravel())
     pairs, distances = np.concatenate(found), np.concatenate(lengths)

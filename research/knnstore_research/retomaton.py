@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knnstore.datastore import Keys, Metric, Neighbors, nearest_rows, paired
+from knnstore.datastore import Keys, Metric, Neighbors, find_nearest_rows, paired_distances
 from knnstore.errors import ConfigError
 from knnstore.lm.calibration import ScoredText
 from knnstore_research.stored_records import StoredRecords
@@ -153,7 +153,7 @@ def follow_pointers(
             rows, most = clusters.around(rows), found.ids.shape[1]
         # 3) Sort what was retrieved, and compute p_kNN.
         rows = np.sort(rows)  # of equally near records the one with the least id comes first
-        distances = paired(keys[at], records.keys[rows], records.metric)
+        distances = paired_distances(keys[at], records.keys[rows], records.metric)
         order = np.argsort(distances, kind="stable")[:most]
         retrieved, token = rows[order], targets[at]
         if len(retrieved):
@@ -165,4 +165,4 @@ def follow_pointers(
 
 def _find_nearest_centers(keys: Keys, centers: Keys) -> Rows:
     """Return the index of the nearest center of each key, int64, shape (n,)."""
-    return nearest_rows(keys, centers, 1, Metric.L2).ids[:, 0]
+    return find_nearest_rows(keys, centers, 1, Metric.L2).ids[:, 0]

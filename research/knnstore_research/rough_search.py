@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knnstore.datastore import Keys, Metric, paired
+from knnstore.datastore import Keys, Metric, paired_distances
 from knnstore.lm.calibration import ScoredText
 from knnstore.lm.mixing import NeighborSums
 
@@ -87,7 +87,7 @@ def replace_neighbors(
     for number, (query, of_query) in enumerate(zip(reading.keys.numpy(), rows, strict=True)):
         is_found = of_query >= 0
         distances[number, is_found] = torch.from_numpy(
-            paired(query, keys[of_query[is_found].numpy()], metric)
+            paired_distances(query, keys[of_query[is_found].numpy()], metric)
         )
     distances, order = distances.sort(dim=1, stable=True)
     hits = tokens[rows.gather(1, order)] == reading.targets[:, None]

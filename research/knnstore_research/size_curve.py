@@ -59,7 +59,7 @@ def measure_size_curve(
     """
     store = lm.store
     settings = resolve(store, knn or lm.knn)
-    settings = settings.without(*settings.trained_components)
+    settings = settings.without_components(*settings.trained_components)
     listed = list(usable_documents(lm.reader, documents, on_bad))
     HeldOut.compare_with_store(store, lm.reader, listed, settings.selection).refuse_stored()
     alone = evaluate(lm, listed, KNNSettings(lam=0.0, selection=settings.selection), progress=progress)

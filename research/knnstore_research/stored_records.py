@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from knnstore.datastore import Ids, Keys, Metric, positions_of, tokens_of
+from knnstore.datastore import Ids, Keys, Metric, positions_from_ids, tokens_from_ids
 from knnstore.store import EVERYTHING, Reader, Selection
 
 
@@ -22,9 +22,11 @@ class StoredRecords:
         """Record ids, ascending, int64, shape (n,)."""
         self.keys: Keys = np.concatenate([batch.keys for batch in batches])
         """Keys, float32, shape (n, d)."""
-        self.tokens = tokens_of(self.ids)
+        self.tokens = tokens_from_ids(self.ids)
         """The token that each record predicts, shape (n,)."""
-        has_successor = (np.diff(reader.holders(self.ids)) == 0) & (np.diff(positions_of(self.ids)) == 1)
+        has_successor = (np.diff(reader.document_numbers(self.ids)) == 0) & (
+            np.diff(positions_from_ids(self.ids)) == 1
+        )
         rows = np.arange(1, len(self.ids))
         self.successors: NDArray[np.int64] = np.append(np.where(has_successor, rows, -1), -1)
         """Row number of the next record of the same document; -1 for the last record. Int64, shape (n,)."""

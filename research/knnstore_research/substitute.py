@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from knnstore.datastore import tokens_of
+from knnstore.datastore import tokens_from_ids
 from knnstore.documents import OnBad
 from knnstore.errors import (
     ConfigError,
@@ -39,7 +39,7 @@ from knnstore.errors import (
 )
 from knnstore.lm.calibration import GridEvidence, ScoredText
 from knnstore.lm.components import DistributionFitting, Form, OneWeightComponent, Places, Question
-from knnstore.lm.keys import in_full_precision
+from knnstore.lm.keys import run_without_autocast
 from knnstore.lm.mixing import Contribution, FixedLambda
 from knnstore.lm.reading import Encoder, TextReader, usable_documents
 from knnstore.lm.scoring import HeldOut, evaluate
@@ -129,7 +129,7 @@ class SubstituteHead:
         log_probs[:, self.tokens] = self.token_log_probs(keys)
         return log_probs
 
-    def gold_log_probs(self, keys: Tensor, gold: Tensor) -> Tensor:
+    def target_log_probs(self, keys: Tensor, gold: Tensor) -> Tensor:
         """Compute the substitute's log-probability of the target token for each query.
 
         Args:
@@ -251,7 +251,7 @@ class TargetProbability(NamedTuple):
         """Number of values that are kept for each position: always 2."""
         return 2
 
-    def rows(self, rows: slice | Tensor) -> "TargetProbability":
+    def select_rows(self, rows: slice | Tensor) -> "TargetProbability":
         """Return the probabilities at the selected positions; `rows` is a slice, indices or a mask."""
         return TargetProbability(self.probs[rows], self.largest[rows])
 
@@ -260,7 +260,7 @@ class TargetProbability(NamedTuple):
         return TargetProbability(self.probs.to(device), self.largest.to(device))
 
     @classmethod
-    def joined(cls, parts: Sequence["TargetProbability"]) -> "TargetProbability":
+    def concatenate(cls, parts: Sequence["TargetProbability"]) -> "TargetProbability":
         """Concatenate the probabilities of several groups of positions."""
         return cls(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
@@ -331,7 +331,7 @@ class Substitute(OneWeightComponent):
         found = TargetProbability(
             *(torch.full((len(keys),), torch.nan, device=keys.device) for _ in range(2))
         )
-        targets = torch.from_numpy(contexts.targets(rows)).to(keys.device)
+        targets = torch.from_numpy(contexts.target_tokens(rows)).to(keys.device)
         for column, log_probs in zip(found, head.gold_and_largest(keys[is_text], targets), strict=True):
             column[is_text] = log_probs.exp()
         return found
@@ -412,7 +412,7 @@ class TrainedSubstitute:
     """Duration of the training in seconds."""
 
 
-@in_full_precision
+@run_without_autocast
 def train_substitute(
     lm: KNNModel,
     *,
@@ -461,7 +461,7 @@ def train_substitute(
     selection = Selection(domains=names or None)
     held_out = choose_held_out(store, selection, generator)
     lineage, device = store.lineage(names), reader.encoder.model.device
-    judge = _Judge(reader, [store.text(number) for number in held_out])
+    judge = _Judge(reader, [store.tokens_by_number(number) for number in held_out])
     # 3) Count the tokens of the other documents, and train rows for them.
     shown.start("training", unit="rec")
     blocks = RecordBlocks(store, selection, held_out)
@@ -579,16 +579,16 @@ class _Judge:
 
     def __init__(self, reader: TextReader, documents: list[NDArray[np.uint32]]) -> None:
         keys, lm, gold = [], [], []
-        for batch in reader.batches(documents):
+        for batch in reader.batch_windows(documents):
             encoded = reader.encoder.encode(batch.input_ids, batch.at)
             keys.append(encoded.keys.cpu())
-            lm.append(reader.encoder.gold_log_probs(encoded.states, batch.gold).cpu())
+            lm.append(reader.encoder.target_log_probs(encoded.states, batch.gold).cpu())
             gold.append(torch.from_numpy(batch.gold))
         self.keys, self.lm, self.gold = torch.cat(keys), torch.cat(lm), torch.cat(gold)
 
     def loss(self, head: SubstituteHead) -> float:
         """Return the mean of -log p of the held-out tokens that have rows, where p is the substitute's."""
-        found = head.gold_log_probs(self.keys, self.gold)
+        found = head.target_log_probs(self.keys, self.gold)
         return float(-found[found.isfinite()].double().mean())
 
     def fit_lambda(self, head: SubstituteHead) -> tuple[float, float]:
@@ -598,7 +598,7 @@ class _Judge:
             The λ with the largest likelihood, and the perplexity of the mixture of model and substitute with
             this λ.
         """
-        found = head.gold_log_probs(self.keys, self.gold)
+        found = head.target_log_probs(self.keys, self.gold)
         lam = fit_one_weight(self.lm, found)
         mixed = mix_log_probs(self.lm, found, lam)
         return lam, math.exp(-float(mixed.double().mean()))
@@ -675,7 +675,7 @@ class RecordBlocks:
                 parts = []
             if not parts:
                 room = max(1, _BLOCK_VALUES // keys.shape[1])
-            parts.append(Records(torch.from_numpy(keys).half(), torch.from_numpy(tokens_of(ids))))
+            parts.append(Records(torch.from_numpy(keys).half(), torch.from_numpy(tokens_from_ids(ids))))
             room -= len(ids)
         if parts:
             yield _join_records(parts)
@@ -789,8 +789,8 @@ def _make_fitting(scored: ScoredText, tokens: Tensor) -> DistributionFitting:
         tokens: indices of the tokens, int64, shape (n,).
     """
     name = Substitute.name
-    found = scored.evidence.found[name].rows(tokens)
-    return DistributionFitting(Substitute(), found, scored.targets_for(tokens), scored.others[name])
+    found = scored.evidence.found[name].select_rows(tokens)
+    return DistributionFitting(Substitute(), found, scored.target_tokens(tokens), scored.others[name])
 
 
 class SubstituteEvaluation(NamedTuple):

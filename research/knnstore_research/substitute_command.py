@@ -7,7 +7,7 @@ import typer
 
 from knnstore.cli.inputs import Documents
 from knnstore.cli.models import StoreRuntime
-from knnstore.cli.options import JsonOption, seed_option
+from knnstore.cli.options import JsonOption, declare_seed_option
 from knnstore.cli.output import Bar, format_pairs, print_message, print_result
 from knnstore.cli.retrieval_options import ScoringQuery, SelectionOptions
 
@@ -32,7 +32,7 @@ def substitute(
     learning_rate: Annotated[
         float, typer.Option(metavar="R", help="Learning rate of the first step; it falls linearly to 0.")
     ] = 5e-3,
-    seed: Annotated[int, seed_option("Seed of the random numbers.")] = 0,
+    seed: Annotated[int, declare_seed_option("Seed of the random numbers.")] = 0,
     runtime: StoreRuntime,
     as_json: JsonOption = False,
 ) -> None:

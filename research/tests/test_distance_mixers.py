@@ -14,7 +14,7 @@ from knnstore_research.distance_mixers import NearnessLambda, RelativeConfidence
 
 from knnstore.errors import ConfigError
 from knnstore.lm import Evidence, KNNLMForCausalLM, KNNSettings, settings_from_dict, settings_to_dict
-from knnstore.lm.calibration import compare
+from knnstore.lm.calibration import compare_candidates
 from knnstore.lm.calibration.evidence import gather_evidence
 from knnstore.lm.mixing import NeighborSums
 from tests.lm.scored import near_and_far
@@ -74,11 +74,11 @@ def test_formulas_are_fitted_as_well_as_a_grid() -> None:
         return -float(scored.log_probs(settings).log_probs.double().mean())
 
     temperatures = np.geomspace(2, 1000, 40)
-    by_nearness = [evidence.settings(float(one), NearnessLambda()) for one in temperatures]
+    by_nearness = [evidence.build_settings(float(one), NearnessLambda()) for one in temperatures]
     assert loss_of(NearnessLambda.fit(evidence, scored)) < min(map(loss_of, by_nearness)) + 2e-3
     fitted = RelativeConfidence.fit(evidence, scored)
     by_ratio = [
-        evidence.settings(fitted.temperature, RelativeConfidence(alpha, tau))
+        evidence.build_settings(fitted.temperature, RelativeConfidence(alpha, tau))
         for alpha in np.linspace(-0.5, 1.5, 15)
         for tau in (-0.5, -0.2, -0.1, 0.1, 0.2, 0.5, 2.0)
     ]
@@ -88,7 +88,7 @@ def test_formulas_are_fitted_as_well_as_a_grid() -> None:
 
 def test_calibration_tries_them_where_they_go_with_the_text() -> None:
     scored = near_and_far()
-    assert {one.name for one in MIXERS} <= {one.name for one in compare(scored).candidates}
+    assert {one.name for one in MIXERS} <= {one.name for one in compare_candidates(scored).candidates}
     (evidence,) = gather_evidence(scored, [16])
     assert NearnessLambda.fit(evidence, replace(scored, metric="ip")) is None
     assert RelativeConfidence.fit(replace(evidence, probes=16), scored) is None

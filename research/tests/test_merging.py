@@ -89,7 +89,7 @@ def test_stored_tokens_are_scored_in_the_order_of_their_records(make_lm) -> None
     records = StoredRecords(lm.store)
     found = score_stored(lm.store, lm.reader, EVERYTHING)
     assert len(found) == len(records)
-    first = lm.store.text(next(iter(lm.store.lengths())))
+    first = lm.store.tokens_by_number(next(iter(lm.store.lengths())))
     with torch.no_grad():
         log_probs = lm.base(torch.tensor([[0, *first[:14].tolist()]])).logits[0].log_softmax(-1)
     expected = log_probs[range(15), first[:15].astype(np.int64)]

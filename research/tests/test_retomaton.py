@@ -72,7 +72,7 @@ def test_pointers_beside_a_search_count_once(records) -> None:
 
 def test_where_nothing_is_retrieved_the_model_is_alone(records) -> None:
     text = scored_text([0.0], [5], [0])
-    followed = follow_pointers(records, text, Neighbors.nothing(1, 2), 1.0)
+    followed = follow_pointers(records, text, Neighbors.all_missing(1, 2), 1.0)
     assert followed.knn_probs.isnan().all()
     assert followed.log_probs(torch.tensor([-2.0]), 0.5).tolist() == [-2.0]
 

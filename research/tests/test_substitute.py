@@ -25,7 +25,7 @@ from knnstore_research.substitute import (
 )
 
 import knnstore
-from knnstore.datastore import positions_of
+from knnstore.datastore import positions_from_ids
 from knnstore.errors import (
     ConfigError,
     CorruptWeightsError,
@@ -113,7 +113,7 @@ def test_the_mixture_is_that_of_the_definition(rows, lam) -> None:
     found = head.log_probs(keys).exp().double()
     torch.testing.assert_close(found, torch.from_numpy(expected), rtol=1e-5, atol=1e-7)
     gold = torch.tensor([6, 1, 2, 3, 0, 7, 6])
-    torch.testing.assert_close(head.gold_log_probs(keys, gold), head.log_probs(keys)[range(7), gold])
+    torch.testing.assert_close(head.target_log_probs(keys, gold), head.log_probs(keys)[range(7), gold])
     mixed = mix_log_probs(lm, head.log_probs(keys), lam).exp()
     expected = lam * expected + (1 - lam) * lm.double().exp().numpy()
     torch.testing.assert_close(mixed.double(), torch.from_numpy(expected), rtol=1e-5, atol=1e-7)
@@ -130,7 +130,7 @@ def test_training_finds_the_best_distribution_where_it_is_known() -> None:
     first = SubstituteHead(torch.zeros(1, vocabulary - 1, contexts), torch.arange(5), vocabulary)
 
     def loss(head: SubstituteHead) -> float:
-        return float(-head.gold_log_probs(block.keys.float(), block.tokens).mean())
+        return float(-head.target_log_probs(block.keys.float(), block.tokens).mean())
 
     best, epochs = fit_rows(
         first,
@@ -158,7 +158,7 @@ def test_it_stops_where_held_out_records_find_no_gain() -> None:
     best, epochs = fit_rows(
         first,
         [block],
-        lambda head: float(-head.gold_log_probs(torch.ones(3, 1), other).mean()),
+        lambda head: float(-head.target_log_probs(torch.ones(3, 1), other).mean()),
         records=300,
         epochs=3,
         learning_rate=0.1,
@@ -186,12 +186,14 @@ def test_training_gains_on_documents_held_out_and_is_the_same_each_time(lm, trai
 
 def test_what_it_is_judged_by_is_no_part_of_what_it_is_trained_on(lm, monkeypatch) -> None:
     store, judged, trained = lm.store, set[int](), []
-    text, records = type(store).text, type(store).records
-    monkeypatch.setattr(type(store), "text", lambda self, number: judged.add(number) or text(self, number))
+    text, records = type(store).tokens_by_number, type(store).records
+    monkeypatch.setattr(
+        type(store), "tokens_by_number", lambda self, number: judged.add(number) or text(self, number)
+    )
 
     def read(self, *args, **options):
         for batch in records(self, *args, **options):
-            trained.append(positions_of(batch.ids))
+            trained.append(positions_from_ids(batch.ids))
             yield batch
 
     monkeypatch.setattr(type(store), "records", read)
@@ -264,9 +266,9 @@ def test_it_goes_when_one_of_its_documents_goes(lm, substitute, change) -> None:
 @torch.no_grad()
 def test_forward_evaluation_and_explanation_give_the_mixture_by_hand(lm, substitute, lam) -> None:
     settings = using(substitute, k=16, temperature=3.0, lam=lam)
-    without = settings.without("substitute")
+    without = settings.without_components("substitute")
     ids = torch.tensor([[0, 9, 17, 33, 41, 9], [0, 12, 5, 58, 20, 7]])
-    keys = lm.key_encoder.keys(ids, np.arange(ids.numel()))
+    keys = lm.key_encoder.compute_keys(ids, np.arange(ids.numel()))
     p_sub = torch.from_numpy(by_hand(load_head(lm.store, substitute), keys.numpy()))
     store = lm(ids, knn=without).logits.flatten(0, 1).softmax(-1).double()
     expected = 0.6 * p_sub + 0.4 * store
@@ -442,8 +444,8 @@ def test_one_of_an_earlier_version_is_used_with_one_warning(lm, substitute, capl
     record = {"substitute": substitute, "rows": 2}
     query = {"k": 8, "temperature": 3.0, "mixer": {"name": "fixed", "lam": 0.0}, "substitute": substitute}
     former = {**query, "trained_substitute": record}  # as it is in the catalog
-    lm.store.save_settings(SavedSettings.of_payload(former), ["phrases"])
-    assert lm.store.settings(["phrases"]).payload() == json.loads(json.dumps(former))
+    lm.store.save_settings(SavedSettings.from_payload(former), ["phrases"])
+    assert lm.store.settings(["phrases"]).to_payload() == json.loads(json.dumps(former))
     with caplog.at_level(logging.WARNING, "knnstore"):
         found = settings_for(lm.store, PHRASES_ONLY), settings_for(lm.store, PHRASES_ONLY)
     assert found[0].others == found[1].others == {"substitute": substitute}
@@ -458,12 +460,12 @@ def test_one_of_an_earlier_version_is_used_with_one_warning(lm, substitute, capl
     assert "substitute" not in saved.query
     assert saved.query["others"]["substitute"] == {**as_saved(trained), "lam": 0.6}, "λ stays"
     # Without the package the store opens, and the settings are refused by name.
-    lm.store.save_settings(SavedSettings.of_payload(former), ["phrases"])
+    lm.store.save_settings(SavedSettings.from_payload(former), ["phrases"])
     monkeypatch.setattr(registry, "_registered", {})
     monkeypatch.setattr(registry, "_load_installed_components", dict)
     with pytest.raises(ConfigError, match="no component 'substitute' is installed"):
         settings_for(lm.store, PHRASES_ONLY)
-    lm.store.save_settings(SavedSettings.of_payload({**query, "substitute": None}), ["phrases"])
+    lm.store.save_settings(SavedSettings.from_payload({**query, "substitute": None}), ["phrases"])
     assert settings_for(lm.store, PHRASES_ONLY).is_model_alone
 
 
@@ -473,6 +475,6 @@ def test_the_rows_of_the_output_begin_no_substitute_of_joined_keys(make_model) -
     one = make_first_rows(Encoder(base, locate(base)), 32, tokens, 1, torch.Generator())
     assert torch.equal(one[0], head)
     joined = make_first_rows(
-        Encoder(base, locate(base), Joining.from_states(3)), 32, tokens, 1, torch.Generator()
+        Encoder(base, locate(base), Joining.from_state_count(3)), 32, tokens, 1, torch.Generator()
     )
     assert joined.abs().max() < 0.2

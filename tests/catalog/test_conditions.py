@@ -114,16 +114,18 @@ def pattern(like: str) -> re.Pattern[str]:
 def test_sql_finds_what_an_evaluator_finds(
     catalog: Catalog, writer: CatalogWriter, document: Make, documents: list[dict[str, Any]], asked: list[Any]
 ) -> None:
-    placed = writer.begin([document(str(at), metadata=one) for at, one in enumerate(documents)])
-    writer.publish([one.row for one in placed])
+    placed = writer.insert_pending_documents(
+        [document(str(at), metadata=one) for at, one in enumerate(documents)]
+    )
+    writer.make_documents_live([one.row for one in placed])
     for condition in asked:
         found = set(catalog.rows_where(written(condition), [placed[0].group]))
         expected = {
             one.row for one, metadata in zip(placed, documents, strict=True) if is_met(condition, metadata)
         }
         assert found == expected, written(condition)
-    writer.retire([one.row for one in placed])
-    writer.forget([one.row for one in placed])
+    writer.mark_as_deleting([one.row for one in placed])
+    writer.delete_documents([one.row for one in placed])
 
 
 @given(conditions)
@@ -151,8 +153,8 @@ LIKE = [
 def test_like_tells_small_letters_from_capitals_and_takes_nothing_else_for_special(
     text: str, like: str, matches: bool, catalog: Catalog, writer: CatalogWriter, document: Make
 ) -> None:
-    (placed,) = writer.begin([document("a", metadata={"a": text})])
-    writer.publish([placed.row])
+    (placed,) = writer.insert_pending_documents([document("a", metadata={"a": text})])
+    writer.make_documents_live([placed.row])
     assert bool(catalog.rows_where(f"a like '{like}'", [placed.group])) == matches
     assert bool(catalog.rows_where(f"a not like '{like}'", [placed.group])) != matches
 
@@ -161,8 +163,10 @@ def test_like_tells_small_letters_from_capitals_and_takes_nothing_else_for_speci
 def test_deep_and_long_conditions_are_answered_or_refused(
     catalog: Catalog, writer: CatalogWriter, document: Make
 ) -> None:
-    (placed,) = writer.begin([document("a", metadata={"a": 1, "deep": {"er": {"still": "x"}}})])
-    writer.publish([placed.row])
+    (placed,) = writer.insert_pending_documents(
+        [document("a", metadata={"a": 1, "deep": {"er": {"still": "x"}}})]
+    )
+    writer.make_documents_live([placed.row])
     alternating = "a = 1"
     for _ in range(5):
         alternating = f"not (a = 2 or {alternating})"
@@ -187,8 +191,8 @@ def test_deep_fields_are_answered_or_refused(catalog: Catalog, writer: CatalogWr
     nested: Any = 1
     for _ in range(63):
         nested = {"a": nested}
-    (placed,) = writer.begin([document("a", metadata=nested)])
-    writer.publish([placed.row])
+    (placed,) = writer.insert_pending_documents([document("a", metadata=nested)])
+    writer.make_documents_live([placed.row])
     deepest = ".".join(["a"] * 63) + " = 1"
     for condition in (deepest, " and ".join([deepest] * 20)):
         assert catalog.rows_where(condition, [placed.group]) == [placed.row]
@@ -230,8 +234,8 @@ def test_what_is_no_condition_is_refused_in_one_line(condition: Any, said: str) 
 def test_damaged_metadata_have_no_fields(catalog: Catalog, writer: CatalogWriter, document: Make) -> None:
     if catalog.sql.dialect.name != "sqlite":
         pytest.skip("PostgreSQL takes no other value in a column of JSON")
-    placed = writer.begin([document(str(at), metadata={"a": 1}) for at in range(3)])
-    writer.publish([one.row for one in placed])
+    placed = writer.insert_pending_documents([document(str(at), metadata={"a": 1}) for at in range(3)])
+    writer.make_documents_live([one.row for one in placed])
     with catalog.sql.begin() as connection:
         for one, damaged in zip(placed, ("{half", b"\xff\xfe"), strict=False):
             statement = sql("UPDATE knnstore_documents SET metadata = :value WHERE id = :row")

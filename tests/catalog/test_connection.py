@@ -146,11 +146,13 @@ def test_documents_stay_out_of_messages(
     catalog: Catalog, writer: CatalogWriter, document: Callable[..., Any]
 ) -> None:
     """Even in the chained error of the driver's wrapper, which quotes statements."""
-    rows = [placed.row for placed in writer.begin([document("a"), document("a", version=2)])]
+    rows = [
+        placed.row for placed in writer.insert_pending_documents([document("a"), document("a", version=2)])
+    ]
     with catalog.sql.begin() as connection:
         connection.exec_driver_sql("ALTER TABLE knnstore_documents RENAME TO moved")
     with pytest.raises(KnnstoreError) as caught:
-        writer.begin([document(SECRET, metadata={"text": SECRET})])
+        writer.insert_pending_documents([document(SECRET, metadata={"text": SECRET})])
     assert "knnstore_documents" in str(caught.value)
     assert "\n" not in str(caught.value)
     chain = f"{caught.value.__cause__}"
@@ -163,9 +165,9 @@ def test_a_restarted_server_is_found_again(
 ) -> None:
     catalog = create(postgres.new_database())
     writer = CatalogWriter(catalog)
-    (placed,) = writer.begin([document("a")])
+    (placed,) = writer.insert_pending_documents([document("a")])
     postgres.restart()
-    writer.publish([placed.row])
+    writer.make_documents_live([placed.row])
     assert [d.id for d in catalog.documents()] == ["a"]
 
 

@@ -29,8 +29,8 @@ def state(catalog: Catalog, writer: CatalogWriter) -> tuple[Any, ...]:
         catalog.domains(),
         catalog.settings(),
         catalog.engine(),
-        catalog.checksums(),
-        writer.unsettled(),
+        catalog.key_checksums(),
+        writer.unsettled_documents(),
         catalog.leases(),
         list_domain_rows(catalog),
     )
@@ -47,18 +47,20 @@ def test_every_transaction_is_tried() -> None:
 
 
 ACTIONS: dict[str, Callable[[CatalogWriter, dict[str, int], Make], object]] = {
-    "begin": lambda writer, rows, make: writer.begin([make("new", "new", tags=("t",)), make("live")]),
-    "publish": lambda writer, rows, make: writer.publish([rows["pending"], rows["replacement"]]),
+    "begin": lambda writer, rows, make: writer.insert_pending_documents(
+        [make("new", "new", tags=("t",)), make("live")]
+    ),
+    "publish": lambda writer, rows, make: writer.make_documents_live([rows["pending"], rows["replacement"]]),
     "checksums": lambda writer, rows, make: writer.note_checksums({rows["live"]: "float32:" + "0" * 64}),
-    "lease": lambda writer, rows, make: writer.lease("b" * 32, 10, "/plan"),
-    "release": lambda writer, rows, make: writer.release(["a" * 32]),
+    "lease": lambda writer, rows, make: writer.lease_positions("b" * 32, 10, "/plan"),
+    "release": lambda writer, rows, make: writer.delete_leases(["a" * 32]),
     "domain": lambda writer, rows, make: writer.create_domain("empty"),
-    "retire": lambda writer, rows, make: writer.retire([rows["live"]]),
-    "forget": lambda writer, rows, make: writer.forget([rows["pending"]]),
-    "describe": lambda writer, rows, make: writer.describe({rows["live"]: ({"new": 1}, ["new"])}),
-    "rename": lambda writer, rows, make: writer.rename({rows["live"]: "renamed"}),
+    "retire": lambda writer, rows, make: writer.mark_as_deleting([rows["live"]]),
+    "forget": lambda writer, rows, make: writer.delete_documents([rows["pending"]]),
+    "describe": lambda writer, rows, make: writer.replace_metadata({rows["live"]: ({"new": 1}, ["new"])}),
+    "rename": lambda writer, rows, make: writer.rename_documents({rows["live"]: "renamed"}),
     "settings": lambda writer, rows, make: writer.save_settings([], {"k": 2}),
-    "move": lambda writer, rows, make: writer.move(Engine("other", "place", {"p": 1})),
+    "move": lambda writer, rows, make: writer.switch_engine(Engine("other", "place", {"p": 1})),
 }
 
 
@@ -77,11 +79,17 @@ def test_killed_while_writing(
         document("pending", "tax"),
         document("live", version=2),
     )
-    rows = dict(zip(("live", "pending"), (p.row for p in writer.begin([live, pending])), strict=True))
-    writer.publish([rows["live"]])
-    rows["replacement"] = writer.begin([replacement])[0].row
+    rows = dict(
+        zip(
+            ("live", "pending"),
+            (p.row for p in writer.insert_pending_documents([live, pending])),
+            strict=True,
+        )
+    )
+    writer.make_documents_live([rows["live"]])
+    rows["replacement"] = writer.insert_pending_documents([replacement])[0].row
     writer.save_settings([], {"k": 1})
-    writer.lease("a" * 32, 10, "/plan")
+    writer.lease_positions("a" * 32, 10, "/plan")
     before = state(catalog, writer)
     catalog.close()
 

@@ -142,9 +142,9 @@ def test_a_damaged_document_is_named_not_used_and_can_be_removed(home: Path) -> 
         "document 'first' of domain 'law' is damaged in the catalog: remove it and add it again"
     ]
     with KNNStore.open(home, "a") as store:
-        first = store.view().rows(Selection(documents=("first",)))[0]
+        first = store.view().document_rows(Selection(documents=("first",)))[0]
         with pytest.raises(CatalogError, match="tokens of a document are damaged"):
-            store.text(first)
+            store.tokens_by_number(first)
         store.remove_document("first")
         assert store.verify() == []
     assert problems(home) == []
@@ -164,7 +164,7 @@ def test_exchanged_tokens_are_noticed(home: Path) -> None:
 def test_what_is_changed_on_purpose_is_sound_and_what_was_damaged_stays_named(home: Path) -> None:
     assert alter(home, "knnstore_documents", "content_hash", where="id = 1")
     with KNNStore.open(home, "a") as store:
-        store.describe("law", {"first": ({"b": 1}, ["new"]), "second": ({1: [None, 0.1]}, [])})
+        store.replace_metadata("law", {"first": ({"b": 1}, ["new"]), "second": ({1: [None, 0.1]}, [])})
         store.rename("law", {"second": "third"})
         store.retag("third", add=["x"])
         (problem,) = store.verify()

@@ -24,7 +24,7 @@ def test_a_key_is_found_by_the_whole_of_it_until_it_is_revoked(opener: Opener) -
     mixed = f"knn_{made.id}_{other_secret.rpartition('_')[2]}"[: len(secret)]
     wrong = ["", "x", secret[:-1], secret + "x", secret.upper(), mixed, f"knn_{'0' * 12}_{secret[17:]}"]
     assert [keys.find(text) for text in wrong] == [None] * len(wrong)
-    assert [key.id for key in keys.all()] == [made.id, other.id]
+    assert [key.id for key in keys.list_keys()] == [made.id, other.id]
     assert keys.revoke(made.id) == made
     assert elsewhere.find(secret) is None
     with pytest.raises(KeyNotFoundError, match="no key"):
@@ -48,7 +48,7 @@ def test_a_key_for_nothing_is_refused(opener: Opener, given: dict[str, list[str]
     keys = AccessKeys(opener())
     with pytest.raises(ConfigError):
         keys.add(**given)  # type: ignore[arg-type]
-    assert keys.all() == []
+    assert keys.list_keys() == []
 
 
 def test_keys_are_made_beside_a_writer_which_goes_on(opener: Opener) -> None:

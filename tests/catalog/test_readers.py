@@ -24,23 +24,23 @@ def test_the_revision_grows_with_what_readers_see(
         return catalog.revision() > before
 
     placed = []
-    assert not grows(lambda: placed.extend(writer.begin([document("a"), document("b")])))
+    assert not grows(lambda: placed.extend(writer.insert_pending_documents([document("a"), document("b")])))
     a, b = (p.row for p in placed)
-    assert grows(lambda: writer.publish([a]))
-    assert grows(lambda: writer.publish([b]))
-    assert grows(lambda: writer.describe({a: ({}, ["tag"])}))
-    assert grows(lambda: writer.rename({a: "c"}))
-    assert grows(lambda: writer.retire([a]))
-    assert not grows(lambda: writer.retire([a]))
-    assert not grows(lambda: writer.forget([a]))
+    assert grows(lambda: writer.make_documents_live([a]))
+    assert grows(lambda: writer.make_documents_live([b]))
+    assert grows(lambda: writer.replace_metadata({a: ({}, ["tag"])}))
+    assert grows(lambda: writer.rename_documents({a: "c"}))
+    assert grows(lambda: writer.mark_as_deleting([a]))
+    assert not grows(lambda: writer.mark_as_deleting([a]))
+    assert not grows(lambda: writer.delete_documents([a]))
     assert grows(lambda: writer.save_settings(["law"], {"k": 8}))
-    assert grows(lambda: writer.retire([b]))
-    assert grows(lambda: writer.forget([b]))  # the domain's settings go with it
-    assert grows(lambda: writer.move(Engine("hnswlib", "elsewhere")))
-    for nothing in (writer.publish, writer.retire, writer.forget):
+    assert grows(lambda: writer.mark_as_deleting([b]))
+    assert grows(lambda: writer.delete_documents([b]))  # the domain's settings go with it
+    assert grows(lambda: writer.switch_engine(Engine("hnswlib", "elsewhere")))
+    for nothing in (writer.make_documents_live, writer.mark_as_deleting, writer.delete_documents):
         assert not grows(lambda act=nothing: act([]))
-    assert not grows(lambda: writer.describe({}))
-    assert not grows(lambda: writer.rename({}))
+    assert not grows(lambda: writer.replace_metadata({}))
+    assert not grows(lambda: writer.rename_documents({}))
 
 
 def test_the_revision_is_queried_only_after_a_commit(opener: Opener, document: Make) -> None:
@@ -61,7 +61,12 @@ def test_the_revision_is_queried_only_after_a_commit(opener: Opener, document: M
         writer = CatalogWriter(catalog)
         for id in "ab":
             before = ours.revision()
-            writer.publish([placed.row for placed in writer.begin([document(id, domain=str(catalog))])])
+            writer.make_documents_live(
+                [
+                    placed.row
+                    for placed in writer.insert_pending_documents([document(id, domain=str(catalog))])
+                ]
+            )
             assert ours.revision() == before + 1
             assert queries() == 0
         writer.save_settings([], {"k": len(asked)})
@@ -95,10 +100,15 @@ def test_readers_see_one_moment(opener: Opener, document: Make) -> None:
             if not thread.is_alive() or (version > 60 and len({revision for revision, _ in tuple(seen)}) > 3):
                 break
             description = {"metadata": {"v": version}, "tags": (f"v{version}",), "version": version}
-            new = [p.row for p in writer.begin([document("a", **description), document("b", **description)])]
-            writer.publish(new)
+            new = [
+                p.row
+                for p in writer.insert_pending_documents(
+                    [document("a", **description), document("b", **description)]
+                )
+            ]
+            writer.make_documents_live(new)
             published[catalog.revision()] = new
-            writer.forget(old)
+            writer.delete_documents(old)
             old = new
     finally:
         done.set()
@@ -110,8 +120,8 @@ def test_readers_see_one_moment(opener: Opener, document: Make) -> None:
 
 def test_an_older_writer_can_commit_no_more(opener: Opener, document: Make) -> None:
     old = CatalogWriter(opener())
-    (row,) = (placed.row for placed in old.begin([document("a", tags=("tag",))]))
-    old.publish([row])
+    (row,) = (placed.row for placed in old.insert_pending_documents([document("a", tags=("tag",))]))
+    old.make_documents_live([row])
     catalog = opener()
     if catalog.sql.dialect.name == "postgresql":
         # The lock keeps a second writer out while the first one's connection lives.
@@ -122,22 +132,22 @@ def test_an_older_writer_can_commit_no_more(opener: Opener, document: Make) -> N
                 "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory'"
             )
     new = CatalogWriter(catalog)
-    before = catalog.revision(), catalog.documents(), new.unsettled()
+    before = catalog.revision(), catalog.documents(), new.unsettled_documents()
     for act in (
-        lambda: old.begin([document("b")]),
-        lambda: old.publish([row]),
-        lambda: old.retire([row]),
-        lambda: old.forget([row]),
-        lambda: old.describe({row: ({}, [])}),
-        lambda: old.rename({row: "c"}),
+        lambda: old.insert_pending_documents([document("b")]),
+        lambda: old.make_documents_live([row]),
+        lambda: old.mark_as_deleting([row]),
+        lambda: old.delete_documents([row]),
+        lambda: old.replace_metadata({row: ({}, [])}),
+        lambda: old.rename_documents({row: "c"}),
         lambda: old.save_settings([], {}),
-        lambda: old.move(Engine("other", "place")),
+        lambda: old.switch_engine(Engine("other", "place")),
     ):
         with pytest.raises(FencedError):
             act()
-    assert (catalog.revision(), catalog.documents(), new.unsettled()) == before
+    assert (catalog.revision(), catalog.documents(), new.unsettled_documents()) == before
     assert catalog.settings() is None
-    assert new.begin([document("b", tokens=1)])[0].start == 5
+    assert new.insert_pending_documents([document("b", tokens=1)])[0].start == 5
 
 
 def test_closing_releases_the_writers_lock(opener: Opener) -> None:
@@ -154,7 +164,9 @@ def test_threads_share_one_database_in_memory(create: Callable[..., Catalog], do
     thread = threading.Thread(target=lambda: counts.extend(len(catalog.rows()) for _ in range(200)))
     thread.start()
     for number in range(20):
-        writer.publish([placed.row for placed in writer.begin([document(f"d{number}")])])
+        writer.make_documents_live(
+            [placed.row for placed in writer.insert_pending_documents([document(f"d{number}")])]
+        )
     thread.join()
     assert counts == sorted(counts)
     assert len(counts) == 200

@@ -15,7 +15,7 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import URL, MetaData, inspect
 
 from knnstore.catalog import Catalog, CatalogWriter, NewDocument, schema, upgrade_catalog
-from knnstore.catalog.connection import connect, run_exclusive_transaction
+from knnstore.catalog.connection import create_durable_engine, run_exclusive_transaction
 from knnstore.catalog.tables import Base
 from knnstore.errors import (
     CatalogError,
@@ -52,13 +52,13 @@ def upgrade() -> None:
 def next_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the package had one migration more, in a folder whose name has a %."""
     folder = tmp_path / "100%" / "migrations"
-    shutil.copytree(schema.script_location(), folder)
+    shutil.copytree(schema.find_migrations_folder(), folder)
     (folder / "versions" / "9998_next.py").write_text(NEXT_MIGRATION)
-    monkeypatch.setattr(schema, "script_location", lambda: folder)
+    monkeypatch.setattr(schema, "find_migrations_folder", lambda: folder)
 
 
 def run(url: URL, *statements: str) -> None:
-    engine = connect(url)
+    engine = create_durable_engine(url)
     with engine.begin() as connection:
         for statement in statements:
             connection.exec_driver_sql(statement)
@@ -67,7 +67,7 @@ def run(url: URL, *statements: str) -> None:
 
 def describe_tables(url: URL) -> dict[str, Any]:
     """All that a database says of its tables but the order of their columns."""
-    engine = connect(url)
+    engine = create_durable_engine(url)
     found = inspect(engine)
     tables: dict[str, Any] = {
         name: (
@@ -95,8 +95,8 @@ def describe_tables(url: URL) -> dict[str, Any]:
 
 def test_migrations_lead_to_the_tables_of_a_new_catalog(catalog_url: URL, create: Creator) -> None:
     configuration = Config()
-    configuration.set_main_option("script_location", str(schema.script_location()))
-    engine = connect(catalog_url)
+    configuration.set_main_option("script_location", str(schema.find_migrations_folder()))
+    engine = create_durable_engine(catalog_url)
     with run_exclusive_transaction(engine) as connection:
         configuration.attributes["connection"] = connection
         command.upgrade(configuration, "head")
@@ -155,8 +155,8 @@ def test_an_older_schema_is_upgraded_on_request(
     catalog_url: URL, create: Creator, document: Make, request: pytest.FixtureRequest
 ) -> None:
     writer = CatalogWriter(create(catalog_url))
-    (placed,) = writer.begin([document("a", tags=("x", "y"))])
-    writer.publish([placed.row])
+    (placed,) = writer.insert_pending_documents([document("a", tags=("x", "y"))])
+    writer.make_documents_live([placed.row])
     request.getfixturevalue("next_release")
     for act in (Catalog.open, create):
         with pytest.raises(SchemaOutdatedError, match="knnstore db upgrade"):
@@ -175,7 +175,7 @@ def test_an_upgrade_that_fails_changes_nothing(
     create(catalog_url).close()
     before = describe_tables(catalog_url)
     request.getfixturevalue("next_release")
-    failing = schema.script_location() / "versions" / "9998_next.py"
+    failing = schema.find_migrations_folder() / "versions" / "9998_next.py"
     failing.write_text(NEXT_MIGRATION + "    raise ZeroDivisionError\n")
     with pytest.raises(ZeroDivisionError):
         upgrade_catalog(catalog_url)
@@ -189,9 +189,9 @@ def test_a_store_that_was_pruned_is_refused_and_stays_as_it_is(
 ) -> None:
     """Documents that are being removed do not count."""
     writer = CatalogWriter(create(catalog_url))
-    placed = writer.begin([document("a", "law"), document("b", "tax")])
-    writer.publish([one.row for one in placed])
-    writer.retire([placed[1].row])
+    placed = writer.insert_pending_documents([document("a", "law"), document("b", "tax")])
+    writer.make_documents_live([one.row for one in placed])
+    writer.mark_as_deleting([placed[1].row])
     writer.catalog.close()
     run(
         catalog_url,
@@ -215,7 +215,7 @@ def test_a_store_that_was_pruned_is_refused_and_stays_as_it_is(
 
 
 def test_a_second_process_waits_for_the_first_to_make_the_tables(catalog_url: URL, create: Creator) -> None:
-    engine = connect(catalog_url)
+    engine = create_durable_engine(catalog_url)
     made: list[Catalog] = []
     second = threading.Thread(target=lambda: made.append(create(catalog_url)))
     with run_exclusive_transaction(engine) as connection:
@@ -263,10 +263,10 @@ def test_the_database_of_each_release_is_usable(asset: Path, tmp_path: Path, doc
     assert catalog.settings(["law"]) == {"k": 8}
 
     writer = CatalogWriter(catalog)
-    assert [(p.start, p.stop) for p in writer.unsettled()] == [(3, 7), (12, 18)]
-    writer.forget([placed.row for placed in writer.unsettled()])
-    (placed,) = writer.begin([document("a", "law", tokens=2)])
+    assert [(p.start, p.stop) for p in writer.unsettled_documents()] == [(3, 7), (12, 18)]
+    writer.delete_documents([placed.row for placed in writer.unsettled_documents()])
+    (placed,) = writer.insert_pending_documents([document("a", "law", tokens=2)])
     assert placed.start == 18
-    writer.publish([placed.row])
+    writer.make_documents_live([placed.row])
     assert [d.tokens for d in catalog.documents(id="a")] == [2]
     catalog.close()

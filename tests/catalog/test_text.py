@@ -42,8 +42,8 @@ one_database = settings(suppress_health_check=[HealthCheck.function_scoped_fixtu
 @pytest.fixture
 def publish(writer: CatalogWriter) -> Callable[[NewDocument], int]:
     def add(document: NewDocument) -> int:
-        (placed,) = writer.begin([document])
-        writer.publish([placed.row])
+        (placed,) = writer.insert_pending_documents([document])
+        writer.make_documents_live([placed.row])
         return placed.row
 
     return add
@@ -57,8 +57,8 @@ def test_awkward_text_comes_back(
         writer.save_settings([text], {"k": number})
         (found,) = catalog.documents(domain=text, id=text, tag=text)
         assert (found.id, found.domain, found.tags, found.metadata) == (text, text, (text,), {text: text})
-        assert catalog.labels([row]) == {row: (text, text)}
-        assert catalog.versions(text, [text])[text].row == row
+        assert catalog.ids_and_domains([row]) == {row: (text, text)}
+        assert catalog.stored_versions(text, [text])[text].row == row
         assert catalog.snapshot().domains[text] > 0
     assert [catalog.settings([text]) for text in AWKWARD] == [{"k": n} for n in range(len(AWKWARD))]
     assert [domain.name for domain in catalog.domains()] == sorted(AWKWARD)
@@ -69,21 +69,21 @@ def test_text_that_some_database_cannot_store_is_refused(
     text: str, catalog: Catalog, writer: CatalogWriter, document: Make
 ) -> None:
     for act in (
-        lambda: writer.begin([document("fine"), document(text)]),
-        lambda: writer.begin([document("a", text)]),
-        lambda: writer.begin([document("a", tags=("fine", text))]),
-        lambda: writer.describe({1: ({}, [text])}),
-        lambda: writer.rename({1: text}),
+        lambda: writer.insert_pending_documents([document("fine"), document(text)]),
+        lambda: writer.insert_pending_documents([document("a", text)]),
+        lambda: writer.insert_pending_documents([document("a", tags=("fine", text))]),
+        lambda: writer.replace_metadata({1: ({}, [text])}),
+        lambda: writer.rename_documents({1: text}),
         lambda: catalog.documents(id=text),
         lambda: catalog.rows(domain=text),
         lambda: catalog.rows_by_tag([text]),
-        lambda: catalog.versions("law", [text]),
+        lambda: catalog.stored_versions("law", [text]),
     ):
         with pytest.raises(InputError) as caught:
             act()
         assert "\n" not in str(caught.value)
         assert len(str(caught.value)) < 200
-    assert writer.unsettled() == []
+    assert writer.unsettled_documents() == []
 
 
 @given(metadata=st.dictionaries(TEXT, JSON, max_size=3))
@@ -98,10 +98,10 @@ def test_metadata_comes_back(
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), {1, 2}, b"bytes"], ids=repr)
 def test_metadata_that_is_not_json_is_refused(value: object, writer: CatalogWriter, document: Make) -> None:
     with pytest.raises(InputError, match="document 'a': its metadata cannot be stored as JSON"):
-        writer.begin([document("a", metadata={"v": value})])
+        writer.insert_pending_documents([document("a", metadata={"v": value})])
     with pytest.raises(InputError, match="settings cannot be stored as JSON"):
         writer.save_settings([], {"v": value})
-    assert writer.unsettled() == []
+    assert writer.unsettled_documents() == []
 
 
 def test_settings_belong_to_a_set_of_domains(
@@ -122,8 +122,8 @@ def test_settings_belong_to_a_set_of_domains(
     assert catalog.settings(["law"]) == {"k": 3}
     assert catalog.settings(many) == {"k": 4}
     assert catalog.settings(["tax"]) is None
-    writer.retire(rows[1:])
-    writer.forget(rows[1:])
+    writer.mark_as_deleting(rows[1:])
+    writer.delete_documents(rows[1:])
     assert catalog.settings(["law", "tax"]) is None
     assert catalog.settings(["law"]) == {"k": 3}
     assert catalog.settings() == {"k": 1}

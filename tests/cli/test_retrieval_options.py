@@ -39,7 +39,7 @@ def test_a_weight_by_hand_counts_in_place_of_the_gate(store):
     network = Network(torch.zeros(4), torch.ones(4), [0.0])
     with library.open(store, "a") as opened:
         purpose = {**describe_keys(opened.identity), "unit": 1.0, "experts": []}
-        gate = JointGate(network.weights(purpose))
+        gate = JointGate(network.to_weights(purpose))
         save_settings(opened, KNNSettings(gate=gate, ngrams=NGramSettings(), cache=CacheSettings()))
 
         def find(**given):

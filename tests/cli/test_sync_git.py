@@ -136,7 +136,7 @@ def test_after_many_changes_the_store_is_what_a_new_one_is(knnstore, workplace, 
     for home in ("old", "new"):
         with knnstore_package.open(home) as opened:
             assert not opened.verify()
-            versions = opened.versions("code", [row.id for row in opened.documents()])
+            versions = opened.stored_versions("code", [row.id for row in opened.documents()])
             contents.append(
                 {
                     id: (version.content_hash, version.metadata, version.tags)

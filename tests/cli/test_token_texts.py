@@ -44,7 +44,7 @@ def test_streamed_text_is_the_continuation(spelled):
         # The runner reads a carriage return and a newline as one newline.
         assert streamed.out == f"{prompt}{written}\n".replace("\r\n", "\n")
         with knnstore.load(".knnstore") as lm:
-            begun = [tokenizer.bos_token_id, *lm.reader.tokens(prompt).tolist()]
+            begun = [tokenizer.bos_token_id, *lm.reader.tokenize(prompt).tolist()]
             inputs = torch.tensor([begun])
             set_seed(4)
             ids = lm.generate(inputs, max_new_tokens=30, do_sample=True, temperature=1.3)[0].tolist()

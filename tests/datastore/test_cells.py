@@ -9,7 +9,7 @@ import torch
 from knnstore_cells import CellsDatastore, partition, visiting
 from knnstore_cells.scanning import CodeScanner
 
-from knnstore.datastore import Filter, IdRanges, Metric, Neighbors, Visits, apart
+from knnstore.datastore import Filter, IdRanges, Metric, Neighbors, Visits, split_visits
 from knnstore.testing import DatastoreTests
 from knnstore.testing.searching import VisitTests
 from tests.datastore.clusters import clustered
@@ -46,14 +46,18 @@ def ranks_of(visits: list[Visits]) -> dict[tuple[int, int], int]:
     """How many cells are nearer, by query and the first record of a cell that has some."""
     return {
         (int(query), int(visit.ids.min())): int(rank)
-        for visit in apart(visits)
+        for visit in split_visits(visits)
         for query, rank in zip(visit.queries, visit.ranks, strict=True)
     }
 
 
 def centers_on_disk(store: CellsDatastore) -> list[np.ndarray]:
     """Of each segment that has an index."""
-    return [cells.centers for segment in store._segments.snapshot() if (cells := store._open_cells(segment))]
+    return [
+        cells.centers
+        for segment in store._segments.snapshot()
+        if (cells := store._read_segment_cells(segment))
+    ]
 
 
 @pytest.mark.parametrize("metric", list(Metric))
@@ -81,7 +85,7 @@ def test_a_query_visits_whole_cells_and_the_nearest(
 
     owners = measured(keys, centers, Metric.L2).argmin(1)
     for probes in (1, 5):
-        visits = apart(store.visit(queries, probes))
+        visits = split_visits(store.visit(queries, probes))
         nearest = np.argsort(measured(queries, centers, metric), axis=1)[:, :probes]
         for query in range(len(queries)):
             mine = [visit for visit in visits if query in visit.queries]
@@ -100,11 +104,11 @@ def test_cells_stay_where_they_are_until_the_group_has_grown(tmp_path: Path) -> 
     with CellsDatastore.open(tmp_path / "store", dim=DIM) as store:
         put(store, np.arange(6_000), keys)
         store.flush()
-        assert [len(visit.ids) for visit in apart(store.visit(keys[:1], 1))] == [6_000]
+        assert [len(visit.ids) for visit in split_visits(store.visit(keys[:1], 1))] == [6_000]
         put(store, np.arange(6_000, 20_000), keys)
-        assert len(apart(store.visit(keys[:1], 1))[0].ids) < 6_000, "one cell is not enough any more"
+        assert len(split_visits(store.visit(keys[:1], 1))[0].ids) < 6_000, "one cell is not enough any more"
         store.optimize()
-        (visit,) = apart(store.visit(keys[:1], 1))
+        (visit,) = split_visits(store.visit(keys[:1], 1))
         assert len(visit.ids) < 6_000, "what was optimized is searched as before"
         (former,) = centers_on_disk(store)
         assert former.shape == (64, DIM)
@@ -135,7 +139,9 @@ def test_what_is_rewritten_stays_in_its_cells(tmp_path: Path, monkeypatch: pytes
         store.optimize()
 
         def cells() -> dict[int, int]:
-            found = [(one, store._open_cells(one)) for one in store._segments.snapshot() if one.group == 0]
+            found = [
+                (one, store._read_segment_cells(one)) for one in store._segments.snapshot() if one.group == 0
+            ]
             return {
                 int(id): int(cell)
                 for segment, of_it in found
@@ -210,7 +216,7 @@ def test_no_center_is_a_key_that_was_erased(tmp_path: Path) -> None:
         store.optimize()
 
         def cells() -> dict[int, int]:
-            found = [(one, store._open_cells(one)) for one in store._segments.snapshot()]
+            found = [(one, store._read_segment_cells(one)) for one in store._segments.snapshot()]
             return {
                 int(id): int(cell)
                 for segment, of_it in found
@@ -243,7 +249,7 @@ def test_a_damaged_index_costs_time_only(tmp_path: Path, caplog: pytest.LogCaptu
         damaged.write(b"\xff\xff")
     with CellsDatastore.open(tmp_path / "store", dim=DIM, cells=16) as store:
         assert "SHA-256" in store.verify()[0]
-        everything = apart(store.visit(queries, 16))
+        everything = split_visits(store.visit(queries, 16))
         assert sum(visit.distances.size for visit in everything) == 20 * 4000
         store.search(queries, 5)
         assert caplog.text.count("in memory until `knnstore optimize`") == 1
@@ -259,9 +265,9 @@ def test_small_and_large_groups_share_the_probes(tmp_path: Path) -> None:
         put(store, np.arange(20_000), keys)
         store.add(np.arange(100) + 90_000, far, np.ones(100, np.int32))
         store.optimize()
-        (visit,) = apart(store.visit(far[:3] + 0.1, 1))
+        (visit,) = split_visits(store.visit(far[:3] + 0.1, 1))
         assert sorted(visit.ids.tolist()) == list(range(90_000, 90_100))
-        assert all((visit.ids < 90_000).all() for visit in apart(store.visit(keys[:50], 2)))
+        assert all((visit.ids < 90_000).all() for visit in split_visits(store.visit(keys[:50], 2)))
 
 
 def test_what_is_kept_between_visits_is_bounded(tmp_path: Path) -> None:
@@ -271,7 +277,7 @@ def test_what_is_kept_between_visits_is_bounded(tmp_path: Path) -> None:
         put(store, np.arange(40_000), keys)
         store.optimize()
         for _ in range(2):
-            found = apart(store.visit(keys[:1000], 128))
+            found = split_visits(store.visit(keys[:1000], 128))
         assert sum(visit.distances.size for visit in found) == 1000 * 40_000
         held = [cell.keys.nbytes for cell in store._cell_cache._cells.values()]
         assert 0 < sum(held) == store._cell_cache._held <= 1 << 20
@@ -366,8 +372,8 @@ def test_a_device_measures_as_the_processor_does(tmp_path: Path, metric: Metric,
             Filter(IdRanges([(0, 9000)]), frozenset([1])),
             Filter(ids=IdRanges([(300, 7000)])),
         ):
-            found = [Neighbors.visited(store.visit(queries, 3, where=where), 200) for store in stores]
-            near = [each.nearest(each.ids.shape[1]) for each in found]
+            found = [Neighbors.from_visits(store.visit(queries, 3, where=where), 200) for store in stores]
+            near = [each.select_nearest(each.ids.shape[1]) for each in found]
             np.testing.assert_allclose(near[1].distances, near[0].distances, rtol=1e-4, atol=1e-3)
             assert [sorted(ids) for ids in near[0].ids] == [sorted(ids) for ids in near[1].ids]
     for store in stores:
@@ -408,7 +414,7 @@ def test_results_on_a_device_are_those_in_main_memory(tmp_path: Path, metric: Me
 
 def compare_by_id(ids: torch.Tensor, distances: torch.Tensor, visits: list[Visits]) -> None:
     """Compare the records and distances of each query with those of visits."""
-    expected = Neighbors.visited(visits, len(ids))
+    expected = Neighbors.from_visits(visits, len(ids))
     for row, is_found in enumerate(distances < torch.inf):
         order, is_expected = ids[row, is_found].argsort(), expected.ids[row] >= 0
         expected_order = expected.ids[row, is_expected].argsort()
@@ -459,8 +465,8 @@ def test_a_device_follows_a_group_that_has_grown(
             put(store, np.arange(first, first + more), keys)
             store.flush()
             asked = clustered(50, seed=1)
-            visited = [Neighbors.visited(one.visit(asked, 3), 50) for one in (store, reader)]
-    found = [each.nearest(each.ids.shape[1]) for each in visited]
+            visited = [Neighbors.from_visits(one.visit(asked, 3), 50) for one in (store, reader)]
+    found = [each.select_nearest(each.ids.shape[1]) for each in visited]
     assert [set(ids) for ids in found[1].ids] == [set(ids) for ids in found[0].ids]
     np.testing.assert_allclose(found[1].distances, found[0].distances, rtol=1e-4, atol=1e-3)
 
@@ -475,7 +481,7 @@ def test_autocast_changes_nothing(tmp_path: Path, dtype: torch.dtype) -> None:
             with torch.autocast("cpu", dtype=dtype, enabled=is_rounding):
                 store.optimize()
                 nearest = store.search(keys[:20], 5)
-                visited = [(visit.ids, visit.distances) for visit in apart(store.visit(keys[:20], 2))]
+                visited = [(visit.ids, visit.distances) for visit in split_visits(store.visit(keys[:20], 2))]
             found.append((nearest.ids, nearest.distances, visited))
     np.testing.assert_equal(found[1], found[0])
 
@@ -491,16 +497,16 @@ def test_a_query_alone_meets_what_it_meets_among_others(tmp_path: Path, metric: 
         store.optimize()
         for where in (None, Filter(ids=IdRanges([(300, 5000)]))):
             together = [{} for _ in queries]
-            for visit in apart(store.visit(queries, 5, where=where)):
+            for visit in split_visits(store.visit(queries, 5, where=where)):
                 for row, query in enumerate(visit.queries.tolist()):
                     together[query] |= dict(
                         zip(visit.ids.tolist(), visit.distances[row].tolist(), strict=True)
                     )
             for query, expected in zip(queries, together, strict=True):
-                (alone,) = apart(store.visit(query[None], 5, where=where))
+                (alone,) = split_visits(store.visit(query[None], 5, where=where))
                 found = dict(zip(alone.ids.tolist(), alone.distances[0].tolist(), strict=True))
                 assert found == pytest.approx(expected, rel=1e-4, abs=1e-3)
-            nearest = Neighbors.visited([Visits.of(alone)], 1).nearest_first(1)
+            nearest = Neighbors.from_visits([Visits.from_visit(alone)], 1).sort_nearest(1)
             assert nearest.distances[0, 0] == alone.distances.min()
             assert sorted(nearest.ids[0]) == sorted(alone.ids)
             assert found[int(nearest.ids[0, 0])] == nearest.distances[0, 0]
@@ -527,7 +533,7 @@ def test_queries_may_probe_more_cells_than_one_group_has(
         }
         for probes in (12, 16):
             found: list[dict[int, float]] = [{} for _ in queries]
-            for visit in apart(store.visit(queries, probes)):
+            for visit in split_visits(store.visit(queries, probes)):
                 for row, query in enumerate(visit.queries.tolist()):
                     found[query] |= dict(zip(visit.ids.tolist(), visit.distances[row].tolist(), strict=True))
             assert probes < 16 or all(distances.keys() == decoded.keys() for distances in found)
@@ -576,20 +582,20 @@ def test_queries_meet_by_tables_what_decoded_keys_say(
                 many = np.repeat(queries, 20, axis=0)
                 monkeypatch.setattr(visiting, "_is_scanning_faster", lambda *_: False)
                 decoding = store.visit(many, 3, where=where)
-                expected = Neighbors.visited(decoding, 120)
+                expected = Neighbors.from_visits(decoding, 120)
                 assert not scans
                 monkeypatch.setattr(visiting, "_is_scanning_faster", lambda *_: True)
                 scanning = store.visit(many, 3, where=where)
-                by_cell = Neighbors.visited(scanning, 120)
+                by_cell = Neighbors.from_visits(scanning, 120)
                 assert ranks_of(scanning) == ranks_of(decoding) != {}
                 assert scans
                 scans.clear()
-                both = [one.nearest(one.ids.shape[1]) for one in (expected, by_cell)]
+                both = [one.select_nearest(one.ids.shape[1]) for one in (expected, by_cell)]
                 assert [sorted(row) for row in both[0].ids] == [sorted(row) for row in both[1].ids]
                 np.testing.assert_allclose(both[1].distances, both[0].distances, rtol=1e-4, atol=4e-3)
-                expected = expected.rows(np.arange(0, 120, 20))
+                expected = expected.select_rows(np.arange(0, 120, 20))
                 for count in (1, 6):
-                    found = Neighbors.visited(store.visit(queries[:count], 3, where=where), count)
+                    found = Neighbors.from_visits(store.visit(queries[:count], 3, where=where), count)
                     for query, row, distances, others in zip(
                         queries, found.ids, found.distances, expected.ids, strict=False
                     ):

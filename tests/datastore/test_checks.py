@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from knnstore.datastore import checked_k, checked_keys, checked_params, checked_records
+from knnstore.datastore import validate_k, validate_keys, validate_params, validate_records
 from knnstore.errors import ConfigError, DimensionMismatchError, InvalidVectorError
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.int64])
 def test_keys_become_contiguous_float32(dtype):
     given = np.arange(12, dtype=dtype).reshape(4, 3).T
-    keys = checked_keys(given, 4)
+    keys = validate_keys(given, 4)
     assert keys.dtype == np.float32
     assert keys.flags.c_contiguous
     np.testing.assert_array_equal(keys, given)
@@ -18,27 +18,27 @@ def test_keys_become_contiguous_float32(dtype):
 
 def test_keys_that_need_no_cast_are_not_copied():
     keys = np.zeros((2, 3), np.float32)
-    assert np.shares_memory(checked_keys(keys, 3), keys)
+    assert np.shares_memory(validate_keys(keys, 3), keys)
 
 
 def test_no_keys_are_keys():
-    assert checked_keys(np.empty((0, 3)), 3).shape == (0, 3)
+    assert validate_keys(np.empty((0, 3)), 3).shape == (0, 3)
 
 
 def test_messages_name_the_trouble():
     keys = np.zeros((4, 3), np.float32)
     with pytest.raises(DimensionMismatchError, match="queries have 3 components, the datastore has 5"):
-        checked_keys(keys, 5, what="queries")
+        validate_keys(keys, 5, what="queries")
     with pytest.raises(ValueError, match=r"keys need two axes \(n, 3\), got shape \(3,\)"):
-        checked_keys(keys[0], 3)
+        validate_keys(keys[0], 3)
     keys[2, 1] = np.nan
     with pytest.raises(InvalidVectorError, match="keys: row 2 holds NaN or an infinity"):
-        checked_keys(keys, 3)
+        validate_keys(keys, 3)
 
 
 def test_float64_beyond_float32_is_not_finite():
     with pytest.raises(InvalidVectorError, match="row 1"):
-        checked_keys(np.array([[1.0], [1e300]]), 1)
+        validate_keys(np.array([[1.0], [1e300]]), 1)
 
 
 @pytest.mark.parametrize(
@@ -57,11 +57,11 @@ def test_float64_beyond_float32_is_not_finite():
 )
 def test_records_that_are_refused(ids, groups, message):
     with pytest.raises(ValueError, match=message):
-        checked_records(ids, np.zeros((3, 2)), groups, 2)
+        validate_records(ids, np.zeros((3, 2)), groups, 2)
 
 
 def test_records_are_cast():
-    ids, keys, groups = checked_records(
+    ids, keys, groups = validate_records(
         np.array([7, 2**40], np.uint64), np.ones((2, 2)), np.array([0, 2**31 - 1]), 2
     )
     assert [array.dtype for array in (ids, keys, groups)] == [np.int64, np.float32, np.int32]
@@ -69,21 +69,21 @@ def test_records_are_cast():
 
 
 def test_no_records_are_records():
-    ids, keys, groups = checked_records([], np.empty((0, 2)), [], 2)
+    ids, keys, groups = validate_records([], np.empty((0, 2)), [], 2)
     assert (ids.dtype, groups.dtype, len(keys)) == (np.int64, np.int32, 0)
 
 
 def test_k():
-    assert checked_k(1) == 1
+    assert validate_k(1) == 1
     with pytest.raises(ValueError, match="k must be at least 1, got 0"):
-        checked_k(0)
+        validate_k(0)
 
 
 def test_params():
     accepted = {"nlist": 100, "metric_arg": None}
-    assert checked_params("ivf", {"nlist": 5}, accepted) == {"nlist": 5, "metric_arg": None}
+    assert validate_params("ivf", {"nlist": 5}, accepted) == {"nlist": 5, "metric_arg": None}
     assert accepted["nlist"] == 100
     with pytest.raises(ConfigError, match="ivf has no parameter 'nlits'; accepted: metric_arg, nlist"):
-        checked_params("ivf", {"nlits": 5}, accepted)
+        validate_params("ivf", {"nlits": 5}, accepted)
     with pytest.raises(ConfigError, match="accepted: none"):
-        checked_params("memory", {"x": 1}, {})
+        validate_params("memory", {"x": 1}, {})

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from knnstore_cells import CellsDatastore
 from knnstore_cells.policy import Policy
 
-from knnstore.datastore import IdRanges, KeySegments, Metric, apart, positions_of, record_ids, tokens_of
+from knnstore.datastore import (
+    IdRanges,
+    KeySegments,
+    Metric,
+    positions_from_ids,
+    record_ids,
+    split_visits,
+    tokens_from_ids,
+)
 from knnstore.datastore.embedded.codecs import Coding, ProductCodec, codec_from_bytes, fit_codec
 from knnstore.datastore.embedded.packed_ids import IdsPacker, PackedIds, is_worth_packing
 from knnstore.errors import ConfigError, CorruptDatastoreError
@@ -47,7 +55,7 @@ def test_codes_are_of_near_keys_and_survive_their_bytes(kind: str, dim: int) -> 
     np.testing.assert_array_equal(again.encode(keys), codes)
     np.testing.assert_array_equal(again.decode(codes), decoded)
     if codec.rotation is not None:  # a turn keeps distances
-        there = ((codec.turned(codes)[:50, None] - keys @ codec.rotation) ** 2).sum(2)
+        there = ((codec.decode_rotated(codes)[:50, None] - keys @ codec.rotation) ** 2).sum(2)
         here = ((decoded[:50, None].astype(np.float64) - keys) ** 2).sum(2)
         np.testing.assert_allclose(there, here, rtol=2e-3, atol=1e-3)
 
@@ -113,9 +121,9 @@ def test_packed_ids_are_the_ids(runs, largest: int, cuts: list[int], first: int)
     count = packer.finish(lambda array: content.append(array.tobytes()))
     assert count == len(runs)
     packed = PackedIds(np.frombuffer(b"".join(content), np.uint8), len(ids), count)
-    np.testing.assert_array_equal(packed.all(), ids)
+    np.testing.assert_array_equal(packed.decode_all(), ids)
     rows = RNG.integers(0, len(ids), 10)
-    np.testing.assert_array_equal(packed.at(rows), ids[rows])
+    np.testing.assert_array_equal(packed.decode_rows(rows), ids[rows])
 
 
 def test_scattered_ids_are_not_packed() -> None:
@@ -151,8 +159,8 @@ def is_same(one: np.ndarray, other: np.ndarray) -> bool:
 
 def met(store: CellsDatastore) -> set[int]:
     """Positions of the records in all cells."""
-    visits = apart(store.visit(KEYS[:2], 1 << 16))
-    return {int(position) for visit in visits for position in positions_of(visit.ids)}
+    visits = split_visits(store.visit(KEYS[:2], 1 << 16))
+    return {int(position) for visit in visits for position in positions_from_ids(visit.ids)}
 
 
 def key_files(root: Path) -> int:
@@ -204,7 +212,7 @@ def test_the_life_of_a_coded_group(tmp_path: Path, kind: str, metric: Metric) ->
         column = {id: at for at, id in enumerate(before)}
         for one in (store, reader):
             met = 0
-            for visit in apart(one.visit(queries, 1 << 16)):
+            for visit in split_visits(one.visit(queries, 1 << 16)):
                 columns = [column[id] for id in visit.ids.tolist()]
                 np.testing.assert_allclose(visit.distances, truth[np.ix_(visit.queries, columns)], 3e-3, 5e-2)
                 met += visit.distances.size
@@ -314,19 +322,19 @@ def test_a_damaged_codec_costs_its_group(tmp_path: Path, damage: str) -> None:
         path.write_bytes(content[:-1] if damage == "cut" else content[:-1] + bytes([content[-1] ^ 1]))
     with closing(coded(root, "r")) as store:
         found = store.search(KEYS[:30], 5)
-        assert (tokens_of(found.ids) >= 1000).all()
+        assert (tokens_from_ids(found.ids) >= 1000).all()
         assert met(store) == set(range(1000, 2000))
     with closing(coded(root)) as store:
         problems = store.verify()
         assert len(problems) == 1
         assert str(path) in problems[0]
-        assert [part.group for part in store.damaged()] == [0]
+        assert [part.group for part in store.list_damaged_parts()] == [0]
         assert len(held(store)) == 1000
         put(store, np.arange(2000, 3000))
         store.optimize()
         assert len(held(store)) == 2000
-        assert {s.group for s in store._segments.readable()} == {0, 1}
-        store.abandon(store.damaged()[0])
+        assert {s.group for s in store._segments.list_readable_segments()} == {0, 1}
+        store.remove_damaged_part(store.list_damaged_parts()[0])
         assert store.verify() == []
 
 
@@ -338,7 +346,7 @@ def test_a_codec_is_read_when_its_file_is_gone(tmp_path: Path) -> None:
         store.optimize()
         with closing(coded(root, "r")) as reader:
             batches = reader.iterate(batch_size=100)
-            segments = reader._segments.readable()
+            segments = reader._segments.list_readable_segments()
             store.delete(IdRanges([(0, 1 << 60)]))
             store.optimize()
             assert not list(root.rglob("*.codec"))
@@ -358,7 +366,7 @@ def test_a_codec_is_read_when_its_file_is_gone(tmp_path: Path) -> None:
 )
 def test_from_how_many_keys_on_a_group_is_coded(dim: int, params: dict[str, int], expected: Coding) -> None:
     """As many as a codec is fitted to; 256 MiB of half precision may wait while text comes."""
-    assert Policy.from_params(params).coding_for(dim) == expected
+    assert Policy.from_params(params).choose_coding(dim) == expected
 
 
 def test_kinds_are_checked(tmp_path: Path) -> None:

@@ -253,7 +253,7 @@ def test_damaged_bytes_are_never_written_anew(store: Path) -> None:
         writer.delete(IdRanges([(3000, 4000)]))
         writer.optimize()
         writer.vacuum()
-        assert [part.name for part in writer.damaged()] == [path.stem]
+        assert [part.name for part in writer.list_damaged_parts()] == [path.stem]
         assert path.read_bytes() == damaged
         writer.add(np.arange(ROWS), KEYS, np.zeros(ROWS, np.int32))
         writer.optimize()

@@ -9,15 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from knnstore_faiss import FaissDatastore
-from knnstore_faiss.faiss_datastore import nearest_rows as nearest_rows_by_faiss
+from knnstore_faiss.faiss_datastore import find_nearest_rows as nearest_rows_by_faiss
 from knnstore_hnswlib import HnswlibDatastore
 
-from knnstore.datastore import Datastore, IdRanges, Metric, distances, nearest_rows
+from knnstore.datastore import Datastore, IdRanges, Metric, distances, find_nearest_rows
 from knnstore.datastore.embedded import exact
 from knnstore.datastore.embedded.exact import ExactIndex, NearestRows
 from knnstore.datastore.embedded.segment import Segment
 from knnstore.datastore.memory import MemoryDatastore
-from knnstore.datastore.neighbors import Neighbors, merge
+from knnstore.datastore.neighbors import Neighbors, merge_neighbors
 
 
 def true_distances(queries: np.ndarray, keys: np.ndarray, metric: Metric) -> np.ndarray:
@@ -36,7 +36,7 @@ def test_near_duplicates_far_from_the_origin(
     keys = (rng.normal(size=(2000, 64)) + shift).astype(np.float16).astype(np.float32)
     asked = keys[:queries] + rng.normal(size=(queries, 64)).astype(np.float32) * 1e-2
     index = ExactIndex(64, metric)
-    index.update([Segment.in_memory(0, np.arange(2000) * 3, keys)])
+    index.update([Segment.from_arrays(0, np.arange(2000) * 3, keys)])
     for size in (1 << 23, 5000):
         monkeypatch.setattr(distances, "_PRODUCT_SIZE", size)
         found = index.search(asked, 20, None)
@@ -54,7 +54,7 @@ def test_rows_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     index, keys = ExactIndex(4, Metric.L2), rng.normal(size=(900, 4)).astype(np.float16)
     queries = rng.normal(size=(5, 4)).astype(np.float32)
     whole = [
-        Segment.in_memory(0, np.arange(start, start + 300), keys[start : start + 300])
+        Segment.from_arrays(0, np.arange(start, start + 300), keys[start : start + 300])
         for start in (0, 300, 600)
     ]
     dead = [IdRanges([(0, 20), (100, 290)]), IdRanges([(5, 6)]), IdRanges([(0, 299)])]
@@ -81,7 +81,7 @@ def test_rows_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("metric", list(Metric))
-@pytest.mark.parametrize("nearest", [nearest_rows, nearest_rows_by_faiss], ids=["numpy", "faiss"])
+@pytest.mark.parametrize("nearest", [find_nearest_rows, nearest_rows_by_faiss], ids=["numpy", "faiss"])
 @pytest.mark.parametrize(("copies", "k"), [(30, 5), (900, 64)])
 def test_equal_keys_are_cut_by_id(metric: Metric, nearest: NearestRows, copies: int, k: int) -> None:
     """At k, and whatever batch a query is in; most copies are far from where BLAS finds the first."""
@@ -91,7 +91,7 @@ def test_equal_keys_are_cut_by_id(metric: Metric, nearest: NearestRows, copies: 
     spread = np.resize([[0.02], [0.5]], (20, 1))
     queries = (keys[at[:1]] + rng.normal(size=(20, 48)) * spread).astype(np.float32)
     keys[at] = keys[at[0]] * np.float16(8 if metric is Metric.IP else 1)
-    whole = [Segment.in_memory(0, np.arange(i, i + 1000), keys[i : i + 1000]) for i in (2000, 0, 1000)]
+    whole = [Segment.from_arrays(0, np.arange(i, i + 1000), keys[i : i + 1000]) for i in (2000, 0, 1000)]
     index = ExactIndex(48, metric, nearest)
     index.update(whole)
     for ids in (None, IdRanges([(10, 700), (800, 2300), (2310, 2315)])):
@@ -132,7 +132,7 @@ def test_equal_keys_of_several_domains_are_cut_by_id(engine: type[Datastore], tm
 def test_merge(parts: list[list[int]], k: int) -> None:
     """Several sorted rows become the k least of all, padded at the end."""
     width = [min(len(part), k) for part in parts]
-    found = merge(
+    found = merge_neighbors(
         [
             Neighbors(
                 np.array([part[:w]], np.int64).reshape(1, -1), np.array([part[:w]], np.float32).reshape(1, -1)
@@ -152,24 +152,24 @@ def test_one_formula_for_arrays_and_tensors(metric: Metric) -> None:
     rng = np.random.default_rng(0)
     queries, keys = (rng.normal(size=(n, 16)).astype(np.float32) + 50 for n in (5, 30))
     truth = true_distances(queries, keys, metric)
-    measured = distances.pairwise(queries, keys, metric)
+    measured = distances.pairwise_distances(queries, keys, metric)
     np.testing.assert_allclose(measured, truth, rtol=1e-4)
-    by_torch = distances.pairwise(torch.from_numpy(queries), torch.from_numpy(keys), metric)
+    by_torch = distances.pairwise_distances(torch.from_numpy(queries), torch.from_numpy(keys), metric)
     np.testing.assert_allclose(by_torch.numpy(), truth, rtol=1e-4)
-    rows = distances.paired(queries, keys[:5], metric)
+    rows = distances.paired_distances(queries, keys[:5], metric)
     np.testing.assert_allclose(rows, np.diagonal(truth), rtol=1e-5)
-    np.testing.assert_allclose(distances.paired(queries[0], keys, metric), truth[0], rtol=1e-5)
+    np.testing.assert_allclose(distances.paired_distances(queries[0], keys, metric), truth[0], rtol=1e-5)
 
 
 def test_neighbors_are_joined_spread_and_replaced() -> None:
     two = Neighbors(np.array([[3, 1]]), np.float32([[0.1, 0.3]]))
     one = Neighbors(np.array([[5]]), np.float32([[0.2]]))
-    found = Neighbors.joined([two, one]).nearest(4)
+    found = Neighbors.concatenate([two, one]).select_nearest(4)
     assert found.ids.tolist() == [[3, 5, 1, -1]]
-    left = found.without(found.ids == 3).nearest(4).spread(np.array([False, True]))
+    left = found.mask_neighbors(found.ids == 3).select_nearest(4).scatter_rows(np.array([False, True]))
     assert left.ids.tolist() == [[-1] * 4, [5, 1, -1, -1]]
-    below = Neighbors.joined([one, two], axis=0).rows(np.array([1, 0]))
+    below = Neighbors.concatenate([one, two], axis=0).select_rows(np.array([1, 0]))
     assert below.ids.tolist() == [[3, 1], [5, -1]]
-    below.put(np.array([0]), one)
+    below.replace_rows(np.array([0]), one)
     assert below.ids.tolist() == [[5, -1], [5, -1]]
     assert below.distances.tolist() == [[np.float32(0.2), np.inf]] * 2

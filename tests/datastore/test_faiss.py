@@ -8,7 +8,7 @@ import faiss
 import numpy as np
 import pytest
 from knnstore_faiss import FaissDatastore, faiss_datastore
-from knnstore_faiss.faiss_datastore import EXACT_UP_TO, SCALAR_UP_TO, Policy, new_index
+from knnstore_faiss.faiss_datastore import EXACT_UP_TO, SCALAR_UP_TO, Policy, create_empty_index
 
 from knnstore.datastore import Filter, IdRanges, Metric
 from knnstore.errors import ConfigError
@@ -60,7 +60,9 @@ def test_a_filter_that_matches_one_small_segment_finds_its_neighbors(tmp_path: P
         for rows in (np.arange(120000), np.arange(120000, 129000)):
             store.add(rows, keys[rows], np.zeros(len(rows), np.int32))
             store.optimize()
-        sizes = [segment.rows for segments in store._segments.by_group().values() for segment in segments]
+        sizes = [
+            segment.rows for segments in store._segments.segments_by_group().values() for segment in segments
+        ]
         assert sorted(sizes) == [9000, 120000]
         found = store.search(queries, 500, where=Filter(IdRanges([(120000, 129000)])))
         assert (found.ids >= 120000).all()
@@ -201,7 +203,7 @@ def test_policy_by_size() -> None:
     ):
         assert policy.choose_factory(rows, group_rows, dim) == factory
     for dim in (1, 7, 300):
-        new_index(policy.choose_factory(10**7, 10**7, dim) or "", dim, Metric.L2)
+        create_empty_index(policy.choose_factory(10**7, 10**7, dim) or "", dim, Metric.L2)
 
 
 def test_optimize_again_builds_nothing(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_always_as_many_as_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     keys = clustered(3000)
     far = np.argsort(true_distances(keys[:1], keys)[0])[-200:]  # no over-fetching reaches these
     with filled(tmp_path, keys) as store:
-        where = Filter(IdRanges.of_ids(far * 3))
+        where = Filter(IdRanges.from_ids(far * 3))
         for k in (50, 200):
             found = store.search(keys[:1], k, where=where)
             truth = np.sort(true_distances(keys[:1], keys[far]))[:, :k]
@@ -343,11 +343,13 @@ def test_members(data: st.DataObject) -> None:
     keys = np.array(values, np.float16)[:, None].repeat(3, axis=1)
     first = find_first_equal(keys)
     assert first.tolist() == [values.index(value) for value in values]
-    rows = IdRanges.of_ids(np.array(sorted(data.draw(st.sets(st.integers(0, len(values) - 1)))), np.int64))
+    rows = IdRanges.from_ids(np.array(sorted(data.draw(st.sets(st.integers(0, len(values) - 1)))), np.int64))
     nodes = np.array([data.draw(st.permutations(sorted(set(first.tolist())))) for _ in range(2)])
     k = data.draw(st.integers(1, 40))
     members = Members(rows, first)
-    found = members.nearest(nodes, np.tile(np.arange(nodes.shape[1], dtype=np.float32), (2, 1)), k)
+    found = members.convert_nodes_to_neighbors(
+        nodes, np.tile(np.arange(nodes.shape[1], dtype=np.float32), (2, 1)), k
+    )
     for query in range(2):
         expected = [
             (row, float(at))

@@ -122,7 +122,7 @@ def test_distances_are_those_of_the_probed_records(kind: str) -> None:
     @given(cases(kind))
     def compare(case: Case) -> None:
         found = nothing(case)
-        device_search.measure_plainly(*case[:3], found)
+        device_search.measure_with_torch(*case[:3], found)
         check(found, case)
 
     compare()
@@ -161,7 +161,7 @@ def sums(draw: Callable) -> tuple[Tensor, Tensor, Tensor, int]:
 
 @pytest.mark.parametrize("by", ["torch", pytest.param("triton", marks=with_triton)])
 def test_sums_are_those_of_each_token(by: str) -> None:
-    add_up = device_search.sum_plainly
+    add_up = device_search.sum_with_torch
     if by == "triton":
         from knnstore_cells import kernels
 
@@ -193,10 +193,10 @@ def test_kernels_that_compute_something_else_are_not_used(
     names = ("measure_codes", "measure_keys", "sum_by_token")
     functions = {name: getattr(kernels, name) for name in names}
     device = torch.device("cpu")
-    assert device_search.agree(SimpleNamespace(**functions), device)
+    assert device_search.verify_kernels(SimpleNamespace(**functions), device)
     if wrong is not None:
         functions[wrong] = lambda *_: torch.zeros(3, 2, 7)
-        assert not device_search.agree(SimpleNamespace(**functions), device)
+        assert not device_search.verify_kernels(SimpleNamespace(**functions), device)
         monkeypatch.setattr(kernels, wrong, functions[wrong])
     with caplog.at_level(logging.WARNING):
         loaded = device_search._load_kernels(device)
@@ -225,11 +225,11 @@ def test_a_kernel_that_fails_is_replaced_by_torch_with_one_warning(
         calls.clear()
         for _ in range(2):
             found = nothing(case)
-            device_search.measure(*case[:3], found)
+            device_search.measure_distances(*case[:3], found)
             check(found, case)
             visits = device_search.DeviceVisits(*found, 8)
             temperatures = torch.full((len(found.distances), 1), 9.0)
-            expected = device_search.sum_plainly(*found, found.distances.amin(1), temperatures, 9)
+            expected = device_search.sum_with_torch(*found, found.distances.amin(1), temperatures, 9)
             assert torch.equal(visits.sum_by_token(temperatures, 9), expected)
         assert (len(calls), len(caplog.messages)) == (1, 1)
         assert "out of resource: shared memory" in caplog.text
@@ -255,7 +255,7 @@ def test_an_error_of_torch_is_not_taken_for_one_of_a_kernel(
     monkeypatch.setitem(device_search._kernels, device, kernels)
     with pytest.raises(RuntimeError, match="not enough memory"):
         queries = Queries(torch.zeros(1, 4), torch.zeros(1), 2.0)
-        device_search.measure(probed, records, queries, Found.create(1, 2, device))
+        device_search.measure_distances(probed, records, queries, Found.create(1, 2, device))
     assert device_search.get_kernels(device) is kernels
     assert (len(calls), caplog.messages) == (1, [])
 

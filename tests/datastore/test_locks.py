@@ -11,7 +11,7 @@ def test_readers_go_on_where_a_writer_was_interrupted_as_it_waited(monkeypatch: 
     lock, late = ReadersWriterLock(), threading.Event()
 
     def read() -> None:
-        with lock.reading():
+        with lock.read_lock():
             late.set()
 
     def interrupted(_: object) -> None:
@@ -23,6 +23,6 @@ def test_readers_go_on_where_a_writer_was_interrupted_as_it_waited(monkeypatch: 
 
     reader = threading.Thread(target=read, daemon=True)
     monkeypatch.setattr(lock._changed, "wait_for", interrupted)
-    with lock.reading(), pytest.raises(KeyboardInterrupt), lock.writing():
+    with lock.read_lock(), pytest.raises(KeyboardInterrupt), lock.write_lock():
         pass
     assert late.wait(240)

@@ -25,7 +25,7 @@ from knnstore.datastore.embedded.manifest import Manifest, ManifestPart
 from knnstore.datastore.embedded.mapped import MappedFile
 from knnstore.datastore.embedded.merging import merge_records
 from knnstore.datastore.embedded.segment import Segment
-from knnstore.datastore.neighbors import merge, merge_many
+from knnstore.datastore.neighbors import merge_many, merge_neighbors
 from knnstore.durable import StoredFile
 from knnstore.errors import CorruptDatastoreError, DatastoreError
 
@@ -153,13 +153,13 @@ def test_damage_costs_the_same_however_many_groups_there_are(
                 where = Filter(IdRanges([(0, 2**40)]), frozenset({group}))
                 return int((store.search(query, k, where=where).ids >= 0).sum())
 
-            before = store._segments.by_group()
+            before = store._segments.segments_by_group()
             if noticed == "by verify":
                 assert len(store.verify()) == 2
             for group in (7, 9):  # one after the other
                 assert found_in(group) == 2 * ROWS
-            assert [part.name for part in store.damaged()] == [lost[7].name, lost[9].name]
-            after = store._segments.by_group()
+            assert [part.name for part in store.list_damaged_parts()] == [lost[7].name, lost[9].name]
+            after = store._segments.segments_by_group()
             assert all(after[group] is before[group] for group in before if group not in (7, 9))
             assert store.count() == 3 * groups * ROWS
             with counted() as calls:
@@ -170,10 +170,10 @@ def test_damage_costs_the_same_however_many_groups_there_are(
                 store.flush()
                 assert found_in(9) == 3 * ROWS
                 costs.append(calls())
-            assert store._segments.by_group()[7] is after[7]
+            assert store._segments.segments_by_group()[7] is after[7]
             if groups == 20:
                 store.optimize()  # merges what is sound
-                assert {len(found) for found in store._segments.by_group().values()} == {1}
+                assert {len(found) for found in store._segments.segments_by_group().values()} == {1}
                 assert found_in(7) == 2 * ROWS
     assert (np.array(costs[2:]) <= 1.5 * np.array(costs[:2])).all(), costs
 
@@ -203,8 +203,8 @@ def test_interleaved_segments_are_read_in_order(batch_size: int) -> None:
     segments = []
     for group in np.unique(owners).tolist():
         mine = owners == group
-        segment = Segment.in_memory(group, ids[mine], np.repeat(ids[mine, None], DIM, 1).astype(np.float32))
-        rows = IdRanges.of_ids(np.flatnonzero(dead[mine]))
+        segment = Segment.from_arrays(group, ids[mine], np.repeat(ids[mine, None], DIM, 1).astype(np.float32))
+        rows = IdRanges.from_ids(np.flatnonzero(dead[mine]))
         segments.append(replace(segment, dead=rows))
     wanted = IdRanges([(start, start + 700) for start in range(0, 100_000, 1000)])
     batches = list(merge_records(segments, ids=wanted, batch_size=batch_size))
@@ -222,7 +222,7 @@ def test_many_parts_of_a_search_are_merged_a_few_at_a_time() -> None:
         width = int(rng.integers(1, 6))
         distances = np.sort(rng.integers(0, 50, (3, width)), axis=1).astype(np.float32)
         parts.append(Neighbors(number * 10 + np.tile(np.arange(width), (3, 1)), distances))
-    found, expected = merge_many(iter(parts), 3, 5), merge(parts, 3, 5)
+    found, expected = merge_many(iter(parts), 3, 5), merge_neighbors(parts, 3, 5)
     assert found.ids.tolist() == expected.ids.tolist()
     assert found.distances.tolist() == expected.distances.tolist()
 

@@ -10,8 +10,8 @@ from knnstore.datastore import (
     POSITION_LIMIT,
     TOKEN_LIMIT,
     IdRanges,
-    ranges_of,
-    whole_positions,
+    find_whole_positions,
+    id_ranges_from_positions,
 )
 
 _PAIRS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda p: (p[0], p[0] + p[1])))
@@ -38,7 +38,7 @@ def test_operators(left, right):
     a, b = IdRanges(left), IdRanges(right)
     ours, theirs = _members(left), _members(right)
     for result, expected in ((a | b, ours | theirs), (a & b, ours & theirs), (a - b, ours - theirs)):
-        assert result == IdRanges.of_ids(np.array(sorted(expected), np.int64))
+        assert result == IdRanges.from_ids(np.array(sorted(expected), np.int64))
     assert (a == b) == (ours == theirs)
     assert a != b or hash(a) == hash(b)
 
@@ -52,7 +52,7 @@ def test_contains(pairs, ids):
 
 @given(_IDS.map(lambda ids: ids[ids >= 0]))
 def test_of_ids_and_back(ids):
-    ranges = IdRanges.of_ids(ids)
+    ranges = IdRanges.from_ids(ids)
     assert ranges.ids().tolist() == sorted(set(ids.tolist()))
     assert len(ranges.ids()) == ranges.size
 
@@ -60,7 +60,7 @@ def test_of_ids_and_back(ids):
 @given(_PAIRS, _IDS)
 def test_rows_in(pairs, ids):
     ids = np.sort(ids)
-    members, slices = _members(pairs), IdRanges(pairs).rows_in(ids)
+    members, slices = _members(pairs), IdRanges(pairs).find_slices(ids)
     rows = [row for start, stop in slices for row in range(start, stop)]
     assert rows == [row for row, i in enumerate(ids.tolist()) if i in members]
     assert slices.shape == (len(slices), 2)
@@ -107,6 +107,6 @@ def test_comparing_with_something_else():
 
 def test_the_last_position_has_a_range():
     last = np.array([POSITION_LIMIT - 1])
-    ranges = ranges_of(last, last + 1)
+    ranges = id_ranges_from_positions(last, last + 1)
     assert list(ranges) == [((POSITION_LIMIT - 1) * TOKEN_LIMIT, ID_LIMIT)]
-    assert whole_positions(ranges) == IdRanges([(POSITION_LIMIT - 1, POSITION_LIMIT)])
+    assert find_whole_positions(ranges) == IdRanges([(POSITION_LIMIT - 1, POSITION_LIMIT)])

@@ -95,7 +95,7 @@ class AgainstDictionary(RuleBasedStateMachine):
     def compact(self, ratio: int) -> None:
         self.store.compact(ratio=ratio)
         self.durable = dict(self.model)
-        for found in self.store.by_group().values():
+        for found in self.store.segments_by_group().values():
             assert len(found) <= 7
 
     @rule()

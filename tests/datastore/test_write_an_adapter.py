@@ -38,7 +38,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[type[Datastore
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: knnstore-usearch\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(f"[knnstore.datastores]\nusearch = {entry_point[1]}\n")
     sys.path.insert(0, str(site))
-    yield registry.load("usearch")
+    yield registry.load_adapter("usearch")
     sys.path.remove(str(site))
     del sys.modules["knnstore_usearch"]
 

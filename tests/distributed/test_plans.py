@@ -281,7 +281,7 @@ def test_changes_between_plan_and_commit_win(workshop: Workshop) -> None:
     assert set(committed.skipped) == {"d1", "d2", "d5"}
     assert committed.documents == 5
     with knnstore.load(workshop.home) as lm:
-        texts = {of.id: lm.reader.text(lm.store.tokens(of.id).tolist()) for of in lm.store.documents()}
+        texts = {of.id: lm.reader.decode(lm.store.tokens(of.id).tolist()) for of in lm.store.documents()}
     assert texts.keys() == {"d0", "d2", "d3", "d4", "d5", "d6", "d7"}
     assert texts["d2"].strip() == "w20 w21 w22"
     assert texts["d0"].strip() == changed[0]["text"]
@@ -354,7 +354,7 @@ def test_what_a_failed_commit_has_left_does_not_harm_the_next(
                 raise DiskFullError("no room")
 
             patch.setattr("knnstore.store.ingest.publish_documents", fail)
-            patch.setattr("knnstore.store.ingest.purge", fail)
+            patch.setattr("knnstore.store.ingest.delete_unfinished_documents", fail)
             with pytest.raises(DiskFullError):
                 commit_plan(store, PlanFolder(workshop.folder.path))
         assert commit_plan(store, PlanFolder(workshop.folder.path)).documents == len(DOCUMENTS)

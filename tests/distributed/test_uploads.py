@@ -385,7 +385,7 @@ def test_wrong_servers_and_engines_are_refused(workshop: ServerWorkshop, tmp_pat
     with pytest.raises(StoreUnavailableError):
         workshop.upload()
     workshop.server.start()
-    adapter: Any = registry.load("qdrant")
+    adapter: Any = registry.load_adapter("qdrant")
     adapter.claim(workshop.server.url, "another store", grpc_port=workshop.server.grpc_port)
     with pytest.raises(NotOwnerError, match="belong to another store"):
         workshop.upload()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import knnstore
-from knnstore.datastore import tokens_of
+from knnstore.datastore import tokens_from_ids
 from knnstore.errors import InputError
 from knnstore.lm import (
     CacheSettings,
@@ -46,7 +46,7 @@ def brute_force(lm, queries, k, temperature):
             continue
         weights = np.exp(-(squares[near] - squares[near[0]]) / temperature)
         probs = np.zeros(lm.store.identity.vocab_size)
-        np.add.at(probs, tokens_of(ids[near]), weights / weights.sum())
+        np.add.at(probs, tokens_from_ids(ids[near]), weights / weights.sum())
         yield ids[near], squares[near], probs
 
 
@@ -63,7 +63,7 @@ def test_keys_neighbors_and_p_knn_are_those_of_a_search_by_hand(lm) -> None:
         assert set(found.ids[row]) == set(ids)
         assert found.distances[row] == pytest.approx(squares, rel=1e-3, abs=1e-3)
         assert probs[row] == pytest.approx(expected, abs=1e-3)
-        assert found.retrieved[row].tolist() == tokens_of(found.ids[row]).tolist()
+        assert found.retrieved[row].tolist() == tokens_from_ids(found.ids[row]).tolist()
     explained = [one.p_knn for one in lm.explain(text, EXACT)]
     assert explained == pytest.approx(probs[np.arange(37), found.tokens].tolist(), rel=1e-5)
     assert lm.neighbors("", EXACT).ids.shape == (0, 0)

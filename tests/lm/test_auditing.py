@@ -75,12 +75,12 @@ def test_a_little_on_every_token_is_found(lm, monkeypatch):
 
 
 def test_a_token_that_is_told_of_the_next_is_found(lm, monkeypatch):
-    mix = Contribution.probs
+    mix = Contribution.token_probs
 
     def ahead(self, gold):
         return (mix(self, gold) + 0.2 * (gold.roll(-1) % 2)).clamp(max=1.0)
 
-    monkeypatch.setattr(Contribution, "probs", ahead)
+    monkeypatch.setattr(Contribution, "token_probs", ahead)
     assert "no token saw itself or a later one" in failed(lm)
 
 

@@ -53,16 +53,16 @@ def test_the_winner_is_saved_for_its_domains_and_used(lm):
         found.comparison.best.settings, selection=Selection(domains=("phrases",)), scoring_only=("cache",)
     )
     assert lm.evaluate(HELD_OUT, used).knn_ppl < before.knn_ppl
-    assert CalibrationRecord.of(lm.store, Selection(domains=("phrases",))) == record
+    assert CalibrationRecord.for_selection(lm.store, Selection(domains=("phrases",))) == record
     # Other domains keep theirs.
-    assert CalibrationRecord.of(lm.store) is None
-    assert CalibrationRecord.of(lm.store, Selection(domains=("noise",))) is None
+    assert CalibrationRecord.for_selection(lm.store) is None
+    assert CalibrationRecord.for_selection(lm.store, Selection(domains=("noise",))) is None
     assert not record.is_stale(lm.store)
     lm.add(documents(RNG, PHRASES, "s", 3), domain="phrases")  # in place of the first three
-    assert (record.gone(lm.store), record.growth(lm.store)) == (0.25, 1)
+    assert (record.removed_share(lm.store), record.record_growth(lm.store)) == (0.25, 1)
     assert record.is_stale(lm.store)
     lm.add(documents(RNG, PHRASES, "more", 4), domain="phrases")
-    assert record.growth(lm.store) == pytest.approx(16 / 12)
+    assert record.record_growth(lm.store) == pytest.approx(16 / 12)
 
 
 class Interrupted(Progress):
@@ -118,14 +118,14 @@ def test_settings_that_were_chosen_stay_until_they_are_beaten_beyond_chance(lm):
     assert not first.kept, "the defaults were derived, and chosen by nobody"
     assert first.record.knn_ppl == first.comparison.expected.ppl >= first.comparison.best.held_out.ppl
     lm.add(documents(RNG, PHRASES, "more", 6), domain="phrases")
-    assert CalibrationRecord.of(lm.store).is_stale(lm.store)
+    assert CalibrationRecord.for_selection(lm.store).is_stale(lm.store)
     again = lm.calibrate(documents(RNG, PHRASES, "g", 12), max_k=16, networks=False, ngrams=False)
     assert (again.kept, again.record) == (True, None)
     for found, with_own in ((first, True), (again, False)):
         assert any("own n-grams" in one.settings.parts for one in found.comparison.candidates) == with_own
     assert again.comparison.gain.high > 1
     assert again.settings == first.settings == settings_for(lm.store) == lm.knn
-    renewed = CalibrationRecord.of(lm.store)
+    renewed = CalibrationRecord.for_selection(lm.store)
     assert not renewed.is_stale(lm.store), "they were compared on what is stored now"
     changed = {"records": 0, "stored": None, "written": ()}
     assert replace(renewed, **changed) == replace(first.record, **changed)
@@ -150,7 +150,7 @@ def test_settings_are_not_judged_by_the_text_that_they_were_fitted_to(lm):
     for texts in (HELD_OUT, [*HELD_OUT, *documents(RNG, PHRASES, "g", 1)]):
         again = calibrate(texts)
         assert (again.kept, again.comparison.current, again.comparison.gain) == (False, None, None)
-        assert again.record == CalibrationRecord.of(lm.store)
+        assert again.record == CalibrationRecord.for_selection(lm.store)
         assert (again.record.documents, again.record.records) == (len(texts), lm.store.record_count())
 
 
@@ -290,9 +290,9 @@ def test_settings_fitted_on_a_text_go_when_it_was_stored_and_is_removed(lm):
     assert settings_for(lm.store, phrases_only) != before
     lm.add(HELD_OUT[:2], domain="later")
     id = next(one.id for one in lm.store.documents(domain="later"))
-    assert CalibrationRecord.of(lm.store, phrases_only)
+    assert CalibrationRecord.for_selection(lm.store, phrases_only)
     lm.store.remove_document(id)
-    assert CalibrationRecord.of(lm.store, phrases_only) is None
+    assert CalibrationRecord.for_selection(lm.store, phrases_only) is None
     assert settings_for(lm.store, phrases_only) == before
 
 

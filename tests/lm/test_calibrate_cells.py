@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from knnstore.documents import TextDocument
 from knnstore.lm import DomainWeights, KNNSettings
 from knnstore.lm.calibration import candidates, judging
-from knnstore.lm.calibration.candidates import choose_probes, compare, measure_probes
+from knnstore.lm.calibration.candidates import choose_probes, compare_candidates, measure_probes
 from knnstore.lm.calibration.scored_text import ScoredText, score_once
 from knnstore.lm.calibration.searches import FurtherSearches
 from knnstore.lm.mixing import CellSums, ProbedCells
@@ -43,7 +43,7 @@ def searched(lm, held_out=HELD_OUT, left_out=MappingProxyType({})) -> FurtherSea
 
 
 def visited(further: FurtherSearches, *probes: int) -> ScoredText:
-    return replace(further.scored, visited=further.with_probes(probes))
+    return replace(further.scored, visited=further.search_with_probes(probes))
 
 
 def ppl(log_probs: torch.Tensor) -> float:
@@ -78,9 +78,9 @@ def test_candidates_agree_with_the_evaluation(lm) -> None:
 @pytest.mark.slow
 def test_one_pass_over_cells_is_as_a_pass_for_each_number_of_them(lm) -> None:
     further = searched(lm)
-    together = further.with_probes([1, 2, 3, 7])
+    together = further.search_with_probes([1, 2, 3, 7])
     for probes, of in together.items():
-        alone = further.with_probes([probes])[probes]
+        alone = further.search_with_probes([probes])[probes]
         assert torch.equal(of.found, alone.found)
         torch.testing.assert_close(of.knn, alone.knn, atol=1e-5, rtol=1e-4)
     assert not torch.allclose(together[2].knn, together[3].knn, atol=1e-3)
@@ -99,16 +99,16 @@ def test_probes_are_chosen_on_the_beginnings_of_documents(lm, monkeypatch) -> No
     assert counts[0].tolist() == list(range(0, len(HELD_OUT), math.ceil(len(HELD_OUT) / 6)))
     assert 500 <= len(sample) < len(further.scored)
     texts = [
-        lm.reader.tokens(HELD_OUT[at].text)[:count]
+        lm.reader.tokenize(HELD_OUT[at].text)[:count]
         for at, count in zip(*(of.tolist() for of in counts), strict=True)
     ]
-    begun = [TextDocument(f"{at}", lm.reader.text(tokens.tolist())) for at, tokens in enumerate(texts)]
+    begun = [TextDocument(f"{at}", lm.reader.decode(tokens.tolist())) for at, tokens in enumerate(texts)]
     assert list(by_probes) == probes
     assert by_probes == pytest.approx(measure_probes(searched(lm, begun), probes)[1], rel=1e-3)
     monkeypatch.setattr(candidates, "_SAMPLE_TOKENS", len(further.scored) // 2 + 1)
     whole, by_whole = measure_probes(further, probes)
     assert len(whole) == len(further.scored)
-    assert by_whole == compare(whole, fits={}).probes
+    assert by_whole == compare_candidates(whole, fits={}).probes
     with monkeypatch.context() as short:  # as of documents that are very uneven
         short.setattr(candidates, "_SAMPLE_TOKENS", 500)
         short.setattr(candidates, "_sample_beginnings", lambda _: torch.arange(20))
@@ -119,8 +119,8 @@ def test_probes_are_chosen_on_the_beginnings_of_documents(lm, monkeypatch) -> No
         found = candidates._sample_beginnings(tokens)
         assert sample_tokens <= len(found) <= 1.2 * 500
         assert found.tolist() == sorted(set(found.tolist()))
-    few = replace(further.scored, visited=further.with_probes([2]))
-    assert compare(few, fits={}, by_probes={1: 9.0, 2: 5.0}).chosen_probes == 2
+    few = replace(further.scored, visited=further.search_with_probes([2]))
+    assert compare_candidates(few, fits={}, by_probes={1: 9.0, 2: 5.0}).chosen_probes == 2
 
 
 @given(st.dictionaries(st.integers(1, 512), st.floats(1, 1e3), min_size=1))
@@ -154,10 +154,10 @@ def test_domains_visited_apart_agree_with_the_evaluation(lm) -> None:
         found.knn_ppl, rel=1e-4
     )
     scored = visited(further, 4)
-    kept = compare(scored, given, fits={}, domains=evidence).current
+    kept = compare_candidates(scored, given, fits={}, domains=evidence).current
     assert kept.held_out.ppl == pytest.approx(found.knn_ppl, rel=1e-4)
     for other in (replace(given, probes=None), KNNSettings(k=8, lam=0.4), KNNSettings(lam=0.4, probes=5)):
-        assert compare(scored, other, fits={}, domains=evidence).current is None
+        assert compare_candidates(scored, other, fits={}, domains=evidence).current is None
 
 
 def test_p_knn_on_a_grid_is_what_it_is_at_each_temperature() -> None:
@@ -173,7 +173,7 @@ def test_p_knn_on_a_grid_is_what_it_is_at_each_temperature() -> None:
         ),
     ]  # fmt: skip
     found = CellSums(cells, gold)
-    near, tokens = found.near(3)
+    near, tokens = found.find_nearest(3)
     of_two = torch.cat([cells[0].distances[0, 1], cells[1].distances[0, 0]])  # of query 2, in both cells
     least = of_two.sort()
     assert torch.equal(near[2], least.values[:3])

@@ -43,7 +43,7 @@ def test_squares_are_what_separate_exponentials_are() -> None:
     some, gold = cells(30), torch.from_numpy(RNG.integers(0, TOKENS, QUERIES))
     temperatures = [7.3 * factor for factor in (0.25, 0.5, 1.0, 2.0, 4.0)]
     visited = CellSums(some, gold)
-    visited.prepare(temperatures)
+    visited.precompute_weights(temperatures)
     each = torch.linspace(3, 30, QUERIES)
     for at, of in [(one, visited.weights(one)) for one in temperatures] + [(each, visited.weights(each))]:
         wanted = np.zeros((QUERIES, 2))
@@ -78,7 +78,7 @@ def test_the_nearest_are_the_nearest_of_all_cells(k: int) -> None:
     """Also where a query met fewer than k, or none, and where a distance is negative."""
     some, gold = cells(9), torch.zeros(QUERIES + 1, dtype=torch.int64)
     some = [one._replace(distances=one.distances - 30) for one in some]
-    distances, tokens = CellSums(some, gold).near(k)
+    distances, tokens = CellSums(some, gold).find_nearest(k)
     for query in range(QUERIES + 1):
         away, of_each = met_by(query, some)
         order = np.argsort(away)[:k]

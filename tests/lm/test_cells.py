@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from knnstore.catalog import Catalog
-from knnstore.datastore import apart, tokens_of
+from knnstore.datastore import split_visits, tokens_from_ids
 from knnstore.errors import ConfigError
 from knnstore.lm import BinnedLambda, CacheSettings, DomainWeights, KNNSettings
 from knnstore.lm.scoring.token_scores import score_documents
@@ -76,7 +76,7 @@ def test_all_cells_are_all_neighbors(lm, mixer) -> None:
         shares = [[source.share for source in one.neighbors] for one in (expected, found)]
         if mixer != "domains":  # in which equally near records weigh differently
             assert shares[0] == pytest.approx(shares[1], rel=1e-3, abs=1e-7)
-    ids = torch.tensor([lm.reader.tokens(text).tolist()])
+    ids = torch.tensor([lm.reader.tokenize(text).tolist()])
     with torch.no_grad():
         logits = [lm(ids, knn=settings).logits for settings in (by_k, by_cells)]
     assert torch.allclose(*logits, atol=1e-4)
@@ -89,10 +89,10 @@ def test_p_knn_is_the_sum_over_the_cells_visited(lm, probes) -> None:
     losses = []
     for part in score_documents(lm.store, lm.reader, HELD_OUT, settings):
         total, gold = np.zeros((2, len(part)))
-        for visit in apart(lm.store.visit(part.read.keys.numpy(), probes)):
+        for visit in split_visits(lm.store.visit(part.read.keys.numpy(), probes)):
             weights = np.exp(-visit.distances.astype(np.float64) / settings.temperature)
             total[visit.queries] += weights.sum(1)
-            hits = tokens_of(visit.ids) == part.targets.numpy()[visit.queries, None]
+            hits = tokens_from_ids(visit.ids) == part.targets.numpy()[visit.queries, None]
             gold[visit.queries] += (weights * hits).sum(1)
         assert 0 < (total > 0).mean() == 1
         losses.append(-np.log(0.4 * gold / total + 0.6 * part.lm_log_probs.double().exp().numpy()))
@@ -151,7 +151,7 @@ def test_records_of_no_live_document_are_in_no_sum(lm, group) -> None:
     _, keys, groups = next(lm.store.datastore.iterate(batch_size=3))
     orphans = np.arange(3) + (1 << 45)
     lm.store.datastore.add(orphans, keys, groups if group is None else np.full(3, group, np.int32))
-    for visit in apart(lm.store.visit(keys, 1)):
+    for visit in split_visits(lm.store.visit(keys, 1)):
         assert not np.isin(visit.ids, orphans).any()
     assert lm.evaluate(HELD_OUT, settings).knn_ppl == pytest.approx(before, rel=1e-6)
 

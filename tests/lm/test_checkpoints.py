@@ -25,14 +25,14 @@ def test_the_fingerprint_of_files_is_that_of_the_loaded_model(family, shards, dt
     assert (tmp_path / "model.safetensors.index.json").exists() == (shards == "40KB")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
     expected = None if family == "gpt_neox" else model_fingerprint(loaded)
-    assert checkpoints._read_fingerprint(str(tmp_path), "main") == expected
+    assert checkpoints._compute_file_fingerprint(str(tmp_path), "main") == expected
 
 
 def test_files_without_the_prefix_of_the_causal_model_are_read(tmp_path) -> None:
     model = AutoModelForCausalLM.from_config(deepcopy(FAMILIES["gpt2"].config))
     model.transformer.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert checkpoints._read_fingerprint(str(tmp_path), "main") == model_fingerprint(loaded)
+    assert checkpoints._compute_file_fingerprint(str(tmp_path), "main") == model_fingerprint(loaded)
 
 
 def test_another_model_is_refused(make_lm, model_path, tmp_path) -> None:

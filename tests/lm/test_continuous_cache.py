@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from knnstore.datastore import tokens_of
+from knnstore.datastore import tokens_from_ids
 from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError
 from knnstore.lm import FixedLambda, KNNLMForCausalLM, TokenTable
 from knnstore.lm.components import CacheSettings, DocumentKeys, RecentFitting
-from knnstore.lm.components.recent import look_back
+from knnstore.lm.components.recent import compare_preceding_keys
 from knnstore.lm.explanation.token_explanations import THIS_TEXT
 from knnstore.lm.scoring import evaluate
 from knnstore.lm.settings import KNNSettings, ReadingParts
@@ -72,7 +72,7 @@ def definition(model, row, settings):
         nearest = np.argsort(squares)[: settings.k]
         weights = np.exp(-(squares[nearest] - squares.min()) / settings.temperature)
         knn = np.zeros(101)
-        np.add.at(knn, tokens_of(model.store.ids[nearest]), weights / weights.sum())
+        np.add.at(knn, tokens_from_ids(model.store.ids[nearest]), weights / weights.sum())
         mixed[at] = settings.mixer.lam * knn + (1 - settings.mixer.lam) * mixed[at]
         if at:
             share = settings.cache.lam
@@ -120,7 +120,7 @@ def test_looking_back_stays_in_the_text_and_within_the_size(lengths, size, metri
     starts = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
     at = np.flatnonzero(rng.random(len(keys)) < 0.03)
     tokens = torch.arange(len(keys))
-    found = look_back(
+    found = compare_preceding_keys(
         torch.from_numpy(keys), tokens, torch.from_numpy(at), torch.from_numpy(starts[at]), size, metric
     )
     for query, distances, sources in zip(at, found.distances, found.tokens, strict=True):
@@ -193,11 +193,11 @@ def test_documents_longer_than_the_window_match_an_oracle_that_has_all_keys(lm, 
     compared = list[int]()
 
     def spied(*given):
-        found = look_back(*given)
+        found = compare_preceding_keys(*given)
         compared.append(found.tokens.numel())
         return found
 
-    monkeypatch.setattr("knnstore.lm.components.recent.look_back", spied)
+    monkeypatch.setattr("knnstore.lm.components.recent.compare_preceding_keys", spied)
     monkeypatch.setattr("knnstore.lm.components.recent._BLOCK_ROWS", weighed_at_once)
     rng = np.random.default_rng(1)
     texts = [words(rng, size, 4, 9) for size in (50, 7, 64, 1, 30)]
@@ -212,7 +212,7 @@ def test_documents_longer_than_the_window_match_an_oracle_that_has_all_keys(lm, 
     assert max(compared) <= weighed_at_once * cache.size, "more is held in memory at once than may be"
     probs = []
     for text in texts:
-        tokens = lm.reader.tokens(text).tolist()
+        tokens = lm.reader.tokenize(text).tolist()
         keys, gold_lm = [], []
         for position in range(len(tokens)):
             # The window that predicts a token: its end is the first of 11, 17, 23, ... past the token.

@@ -67,7 +67,7 @@ def gated(settings: KNNSettings) -> KNNSettings:
     network.requires_grad_(requires_grad=False)
     listed = [[name, list(factors)] for name, factors in experts.items()]
     purpose = {"unit": 2.0, "experts": listed, "widths": {"n-grams": widths["n-grams"]}}
-    return replace(settings, gate=JointGate(network.weights(purpose)))
+    return replace(settings, gate=JointGate(network.to_weights(purpose)))
 
 
 SETTINGS: dict[str, Callable[[], KNNSettings]] = {

@@ -79,7 +79,7 @@ def test_weights_and_temperatures_are_the_best_of_all():
     assert float(lam[0]) == pytest.approx(mixer.lambdas[0])
     assert float(lam[1]) == pytest.approx(sum(mixer.lambdas))
     half = torch.arange(600) < 300
-    assert fit_domains(evidence.only(half)).mixer.lambdas[0] > mixer.lambdas[0]
+    assert fit_domains(evidence.select_tokens(half)).mixer.lambdas[0] > mixer.lambdas[0]
 
 
 @given(st.integers(0, 10_000))
@@ -135,7 +135,7 @@ def test_only_domains_with_a_weight_are_searched_and_a_lost_one_is_reported_once
     given = KNNSettings(3, mixer=DomainWeights(("b", "c", "a"), (0.5, 0.2, 0.0)))
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            found = Neighbors.joined(
+            found = Neighbors.concatenate(
                 search_records(store, queries, replace(given, selection=Selection(tags=("t",))))
             )
     assert [selection.domains for selection in store.selections] == [("b",), ("c",)] * 2
@@ -205,7 +205,7 @@ def test_evaluation_forward_and_explanations_agree_with_domains_searched_apart(l
         assert row["distance"] == pytest.approx(min(a["distance"], b["distance"]))
         assert row["lambda"] == pytest.approx(0.7)
     assert found.knn_ppl == pytest.approx(np.exp(-np.mean(np.log([row["p"] for row in rows]))), rel=1e-5)
-    ids = torch.tensor([[lm.tokenizer.bos_token_id, *lm.reader.tokens(held_out).tolist()]])[:, :20]
+    ids = torch.tensor([[lm.tokenizer.bos_token_id, *lm.reader.tokenize(held_out).tolist()]])[:, :20]
     logits = lm(ids, knn=given).logits[0].detach()
     assert logits.exp().sum(1).tolist() == pytest.approx([1] * 20, abs=1e-4)
     predicted = logits[torch.arange(19), ids[0, 1:]].exp().tolist()
@@ -220,7 +220,7 @@ def test_evaluation_forward_and_explanations_agree_with_domains_searched_apart(l
 def test_a_domain_that_goes_gives_its_weight_back(lm):
     given = KNNSettings(8, 3.0, MIXER)
     held_out = text(RNG, OF_A)
-    ids = torch.tensor([[lm.tokenizer.bos_token_id, *lm.reader.tokens(held_out).tolist()]])[:, :9]
+    ids = torch.tensor([[lm.tokenizer.bos_token_id, *lm.reader.tokenize(held_out).tolist()]])[:, :9]
 
     class Removing:
         """Removes a domain after the third token."""

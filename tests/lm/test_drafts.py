@@ -20,7 +20,7 @@ from knnstore.lm import (
 )
 from knnstore.lm.drafts import Drafts, estimate_pass_costs, propose_together
 from knnstore.lm.model import drafting
-from knnstore.store import Selection, draft_from
+from knnstore.store import Selection, draft_continuation
 from tests.lm.phrases import documents, phrases
 
 RNG = np.random.default_rng(8)
@@ -84,7 +84,7 @@ def made(monkeypatch) -> list[Drafts]:
 
 
 def written(lm, draft, knn, seed=0, **options):
-    prompt = lm.reader.tokens(STORED[3].text)[:9].tolist()
+    prompt = lm.reader.tokenize(STORED[3].text)[:9].tolist()
     heard = Heard()
     torch.manual_seed(seed)
     ids = lm.generate(
@@ -181,7 +181,9 @@ def test_what_cannot_be_drafted_is_written_without(lm, made) -> None:
 )
 def test_texts_of_a_batch_are_each_what_they_are_without_drafts(lm, made, settings, options) -> None:
     """Prompts of different lengths, padded; each text gets another number of tokens from a pass."""
-    prompts = [lm.reader.tokens(STORED[number].text)[:length] for number, length in ((3, 9), (5, 4), (7, 7))]
+    prompts = [
+        lm.reader.tokenize(STORED[number].text)[:length] for number, length in ((3, 9), (5, 4), (7, 7))
+    ]
     ids, mask = np.full((3, 9), 2), np.zeros((3, 9), np.int64)
     for row, prompt in enumerate(prompts):
         ids[row, 9 - len(prompt) :], mask[row, 9 - len(prompt) :] = prompt, 1
@@ -200,7 +202,7 @@ def test_texts_of_a_batch_are_each_what_they_are_without_drafts(lm, made, settin
 
 def test_no_draft_spoils_a_text_of_a_batch(lm, monkeypatch) -> None:
     """Drafts are right up to a random token, so the texts have gaps in the cache, which are closed."""
-    first = [lm.reader.tokens(STORED[number].text)[:9].astype(np.int64) for number in range(4)]
+    first = [lm.reader.tokenize(STORED[number].text)[:9].astype(np.int64) for number in range(4)]
     prompts = torch.from_numpy(np.stack(first))
     options = {"max_new_tokens": 40, "pad_token_id": 2, "do_sample": False, "knn": SETTINGS["cache"]}
     plain = lm.generate(prompts, **options)
@@ -235,7 +237,7 @@ def test_no_draft_spoils_a_text_of_a_batch(lm, monkeypatch) -> None:
 
 def test_a_long_draft_leads_no_other_text_of_a_batch_beyond_the_last_position(lm, monkeypatch) -> None:
     """One text is always drafted rightly and the other never, so one is at its end when the other is not."""
-    first = np.stack([lm.reader.tokens(STORED[number].text)[:9].astype(np.int64) for number in (3, 5)])
+    first = np.stack([lm.reader.tokenize(STORED[number].text)[:9].astype(np.int64) for number in (3, 5)])
     options = {"max_length": lm.config.n_positions, "eos_token_id": None, "pad_token_id": 2, "knn": PLAIN}
     plain = lm.generate(torch.from_numpy(first), do_sample=False, **options)
 
@@ -266,7 +268,7 @@ def test_a_string_that_ends_the_text_ends_it_within_a_draft(made, tmp_path) -> N
 
 
 def test_the_first_wrong_token_counts_and_none_after_it(lm) -> None:
-    text = lm.reader.tokens(STORED[3].text)[:12]
+    text = lm.reader.tokenize(STORED[3].text)[:12]
     lengths = []
     for drafted in (1, 8):
         drafts = Drafts(lm.store, PLAIN)
@@ -278,8 +280,8 @@ def test_the_first_wrong_token_counts_and_none_after_it(lm) -> None:
 
 
 def test_a_draft_is_longer_where_text_and_store_agree(lm) -> None:
-    start = lm.reader.tokens(STORED[3].text)[:3].astype(np.int64)
-    stored = draft_from(lm.store.ngrams().text, start, 10).tokens
+    start = lm.reader.tokenize(STORED[3].text)[:3].astype(np.int64)
+    stored = draft_continuation(lm.store.ngrams().text, start, 10).tokens
     agreed, differing = (
         Drafts(lm.store, PLAIN).propose(np.concatenate([start, after, [61], start]), 16)
         for after in (stored, np.arange(70, 80))
@@ -296,7 +298,7 @@ def test_what_repeats_is_drafted_again_and_again(lm) -> None:
 
 
 def test_the_source_in_which_more_tokens_match_is_copied(lm) -> None:
-    stored = lm.reader.tokens(STORED[3].text)[:30].tolist()
+    stored = lm.reader.tokenize(STORED[3].text)[:30].tolist()
     once = [stored[11], 61, *stored[:12]]  # one token in the text itself, twelve in the store
     assert Drafts(lm.store, PLAIN).propose(np.array(once), 40)[0] == stored[12]
     often = [61, 62, *stored[10:12], 63]  # four in the text itself, two in the store
@@ -311,7 +313,7 @@ def test_a_model_whose_state_cannot_be_cut_writes_without(lm, made, monkeypatch)
 
 def test_drafts_shorten_where_they_fail_and_come_back(lm) -> None:
     drafts = Drafts(lm.store, PLAIN)
-    text = lm.reader.tokens(STORED[3].text)[:12]
+    text = lm.reader.tokenize(STORED[3].text)[:12]
     began = len(drafts.propose(text, 40))
     assert began >= 2
     for _ in range(30):
@@ -326,7 +328,7 @@ def test_drafts_shorten_where_they_fail_and_come_back(lm) -> None:
 def test_drafts_that_always_fail_cost_little(lm) -> None:
     """Random tokens repeat short ends of the text and of the store, and nothing follows from them."""
     drafts, rng = Drafts(lm.store, PLAIN), np.random.default_rng(4)
-    text = np.concatenate([lm.reader.tokens(STORED[3].text), rng.integers(4, 20, 600)])
+    text = np.concatenate([lm.reader.tokenize(STORED[3].text), rng.integers(4, 20, 600)])
     at, drafted, cost = len(text) - 600, 0, 0.0
     while at < len(text):
         draft = drafts.propose(text[:at], len(text) - at - 1)
@@ -391,7 +393,7 @@ def test_texts_together_each_have_their_own_limit_and_some_are_not_drafted(lm) -
 
 def test_drafts_of_several_texts_that_always_fail_cost_little(lm) -> None:
     rng = np.random.default_rng(4)
-    texts = [np.concatenate([lm.reader.tokens(STORED[3].text), rng.integers(4, 20, 400)]) for _ in range(4)]
+    texts = [np.concatenate([lm.reader.tokenize(STORED[3].text), rng.integers(4, 20, 400)]) for _ in range(4)]
     each, costs, drafted, cost = [Drafts(lm.store, PLAIN) for _ in texts], estimate_pass_costs(4), 0, 0.0
     ends = [len(text) - 400 for text in texts]
     while max(ends) < len(texts[0]) - 20:
@@ -417,7 +419,7 @@ def test_a_model_that_was_saved_without_a_cache_writes_with_one(lm, monkeypatch)
         lambda _, args, given: read.append(given["input_ids"].shape[1]), with_kwargs=True
     )
     again = KNNLMForCausalLM.from_base(lm.base, lm.store, PLAIN)
-    prompt = torch.tensor([[0, *lm.reader.tokens(STORED[3].text)[:12].tolist()]])
+    prompt = torch.tensor([[0, *lm.reader.tokenize(STORED[3].text)[:12].tolist()]])
     for draft in (False, True):
         options = {"max_new_tokens": 20, "min_new_tokens": 20, "pad_token_id": 2, "draft": draft}
         written.append(again.generate(prompt, **options))

@@ -42,7 +42,7 @@ def store(lm):
 
 
 def test_settings_that_are_gone_are_ignored_with_one_warning(store, caplog) -> None:
-    saved._warn_of_removed.cache_clear()
+    saved._warn_of_ignored_settings.cache_clear()
     store.save_settings(SavedSettings({**QUERY, **REMOVED}, RECORD))
     with caplog.at_level(logging.WARNING, "knnstore"):
         found = resolve(store), resolve(store)
@@ -51,7 +51,7 @@ def test_settings_that_are_gone_are_ignored_with_one_warning(store, caplog) -> N
     assert all(name in line for name in REMOVED)
     assert "knnstore calibrate" in line
     assert store.verify() == [], "nothing needs the files that they name"
-    record = CalibrationRecord.of(store)
+    record = CalibrationRecord.for_selection(store)
     assert record is not None
     assert (record.tokens, record.knn_ppl) == (4000, 20.0)
 
@@ -63,32 +63,32 @@ def test_a_record_without_the_fields_of_later_versions_is_shown(store) -> None:
     store.save_settings(SavedSettings(QUERY, early))
     (line,) = store.info()["calibrated"]
     assert line.startswith("for the whole store: fixed, perplexity 30.00 -> 20.00")
-    record = CalibrationRecord.of(store)
+    record = CalibrationRecord.for_selection(store)
     assert record is not None
     assert record.domains == ()
 
 
 def test_a_record_counts_the_growth_of_its_own_domains(store) -> None:
     store.save_settings(SavedSettings(QUERY, {**RECORD, "records": 2}))
-    record = CalibrationRecord.of(store)
+    record = CalibrationRecord.for_selection(store)
     assert record is not None
     (news,) = store.domains()
     for domains, expected in (((), news.records / 2), (("news",), news.records / 2), (("law",), 0)):
-        assert replace(record, domains=domains).growth(store) == expected
+        assert replace(record, domains=domains).record_growth(store) == expected
 
 
 def test_settings_whose_mixer_is_gone_are_not_used_unless_it_is_installed(store, caplog, monkeypatch) -> None:
     saved._warn_of_removed_mixer.cache_clear()
-    monkeypatch.setattr(saved, "other_mixers", dict)
+    monkeypatch.setattr(saved, "load_plugin_mixers", dict)
     store.save_settings(SavedSettings({**QUERY, "mixer": {"name": "sk-mt"}}, RECORD))
     with caplog.at_level(logging.WARNING, "knnstore"):
         found = resolve(store), resolve(store)
     assert found == (derive_default(store),) * 2
     (line,) = caplog.messages
     assert all(part in line for part in ("'sk-mt'", "knnstore-research", "knnstore calibrate"))
-    assert CalibrationRecord.of(store) is None
-    monkeypatch.setattr(saved, "other_mixers", lambda: {"sk-mt": AllNeighborsLambda})
-    monkeypatch.setattr(registry, "other_mixers", lambda: {"sk-mt": AllNeighborsLambda})
+    assert CalibrationRecord.for_selection(store) is None
+    monkeypatch.setattr(saved, "load_plugin_mixers", lambda: {"sk-mt": AllNeighborsLambda})
+    monkeypatch.setattr(registry, "load_plugin_mixers", lambda: {"sk-mt": AllNeighborsLambda})
     assert isinstance(resolve(store).mixer, AllNeighborsLambda)
 
 
@@ -106,7 +106,7 @@ def test_a_trained_component_of_an_earlier_version_is_as_one_not_installed(store
     part = {"lam": 0.6, "weights": weights, "traces": {**asdict(store.lineage()), "domains": []}}
     record = {"substitute": part, "rows": 1, "tokens": 5}
     unused = {**QUERY, "trained_substitute": record}
-    store.save_settings(SavedSettings.of_payload({**unused, "substitute": part}))
+    store.save_settings(SavedSettings.from_payload({**unused, "substitute": part}))
     with KNNStore.open(store.home.path) as opened:
         assert opened.info()["trained"] == ["substitute of the whole store: ready"]
         assert opened.verify() == []
@@ -118,7 +118,7 @@ def test_a_trained_component_of_an_earlier_version_is_as_one_not_installed(store
     assert str(former.value) == str(now.value)
     assert "no component 'substitute' is installed" in str(now.value)
     # One that is not in use needs no package.
-    store.save_settings(SavedSettings.of_payload(unused))
+    store.save_settings(SavedSettings.from_payload(unused))
     assert resolve(store) == KNNSettings(8, 4.0, lam=0.5)
     assert store.settings().trained == {"substitute": record}
     store.remove_document(next(iter(store.documents())).id)

@@ -50,7 +50,7 @@ def test_p_without_a_document_is_that_of_a_search_without_it(lm, stored, only):
     assert len(explained.documents) == len(there)
     for document in there:
         content = next(one for one in stored[document.domain] if one.id == document.id).content_hash
-        expected = lm.explain(text, replace(ALL, selection=selection.without(content)))
+        expected = lm.explain(text, replace(ALL, selection=selection.without_content(content)))
         assert without(explained, document) == pytest.approx([token.p for token in expected], rel=0.011)
     gains = [one.gain for one in explained.documents]
     assert gains == sorted(gains, reverse=True)

@@ -48,7 +48,7 @@ def explained_in_turns(lm, text, settings, neighbors, after):
     """The tokens and documents of an explanation, and how many turns it took."""
     reader = lm.reader
     turns = explain_in_turns(
-        lm, reader.tokens(after + text), settings, neighbors=neighbors, start=len(reader.tokens(after))
+        lm, reader.tokenize(after + text), settings, neighbors=neighbors, start=len(reader.tokenize(after))
     )
     tokens, count = [], 0
     while True:
@@ -92,7 +92,7 @@ def test_is_what_is_explained_at_once(lm, stored, name, after):
 def test_a_turn_explains_few_tokens_of_many_neighbors(lm, stored):
     text, reader = stored["news"][0].text, lm.reader
     sizes = [
-        max(len(part) for part in explain_in_turns(lm, reader.tokens(text), KEYS, neighbors=neighbors))
+        max(len(part) for part in explain_in_turns(lm, reader.tokenize(text), KEYS, neighbors=neighbors))
         for neighbors in (64, 8)
     ]
     assert 0 < sizes[0] <= 8 < sizes[1] <= 64

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from knnstore.errors import InputError
 from knnstore.lm import BinnedLambda, KNNSettings
-from knnstore.lm.calibration.candidates import compare
+from knnstore.lm.calibration.candidates import compare_candidates
 from knnstore.lm.calibration.evidence import gather_evidence
 from knnstore.lm.calibration.fits.mixers import fit_bins, fit_fixed
 from knnstore.lm.calibration.judging import MIN_TOKENS
@@ -137,13 +137,13 @@ def _likeliest(lm, knn, prior=0.0, strength=0):
 def test_each_half_is_judged_by_what_was_fitted_on_the_other():
     scored = near_and_far(documents=8)
     scored.documents.copy_(torch.arange(1200) // 150)  # of one length: every other one is in a half
-    found = compare(scored, KNNSettings(k=1000, temperature=30.0, lam=0.25))
+    found = compare_candidates(scored, KNNSettings(k=1000, temperature=30.0, lam=0.25))
     assert found.beats_base
     assert [c.settings.k for c in found.candidates if c.name == "fixed"] == [4, 16]
     by_name = {candidate.name: candidate for candidate in found.candidates}
     total = 0.0
     for half in (scored.documents % 2 == 0, scored.documents % 2 == 1):
-        fitted = fit_bins(gather_evidence(scored, [16])[0].only(~half), 8, 8)
+        fitted = fit_bins(gather_evidence(scored, [16])[0].select_tokens(~half), 8, 8)
         total -= float(scored.log_probs(fitted).log_probs[half].double().sum())
     assert by_name["bins 8x8"].held_out.ppl == pytest.approx(math.exp(total / 1200), rel=1e-5)
     for candidate in found.candidates:
@@ -162,7 +162,7 @@ def test_a_candidate_is_fitted_to_all_documents_only_if_it_is_used():
         return fit_fixed(evidence)
 
     scored = near_and_far()
-    found = {one.name: one for one in compare(scored, fits={"mine": fit}).candidates}
+    found = {one.name: one for one in compare_candidates(scored, fits={"mine": fit}).candidates}
     assert sum(fitted) == len(scored), "each half once"
     settings = found["mine"].settings
     assert fitted[2:] == [len(scored)]
@@ -173,7 +173,7 @@ def test_a_candidate_is_fitted_to_all_documents_only_if_it_is_used():
 def test_a_store_that_knows_nothing_does_not_beat_the_model():
     scored = near_and_far()
     scored.sums.hits.zero_()
-    found = compare(scored)
+    found = compare_candidates(scored)
     assert not found.beats_base
     assert next(c for c in found.candidates if c.name == "fixed").lam == pytest.approx(0)
 
@@ -181,14 +181,14 @@ def test_a_store_that_knows_nothing_does_not_beat_the_model():
 @pytest.mark.parametrize(("tokens", "documents"), [(MIN_TOKENS - 1, 12), (1200, 7)])
 def test_too_little_text_is_refused(tokens, documents):
     with pytest.raises(InputError, match="at least 8 documents and 1,000 tokens"):
-        compare(near_and_far(tokens=tokens, documents=documents))
+        compare_candidates(near_and_far(tokens=tokens, documents=documents))
 
 
 def test_a_text_for_which_nothing_is_found_is_refused():
     scored = near_and_far()
     with pytest.raises(InputError, match="no neighbor of any token"):
         scored.distances.fill_(torch.inf)
-        compare(scored)
+        compare_candidates(scored)
 
 
 def test_only_differences_of_distances_count_however_large_they_are():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from knnstore.lm import BinnedLambda, DomainWeights, KNNSettings
-from knnstore.lm.calibration.candidates import compare
+from knnstore.lm.calibration.candidates import compare_candidates
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.calibration.searches import FurtherSearches
 from knnstore.lm.mixing import interpolate_on_grid
@@ -44,7 +44,7 @@ def ppl(log_probs: torch.Tensor) -> float:
 @pytest.mark.slow
 def test_larger_k_agrees_with_the_evaluation(lm, further):
     every = torch.arange(len(further.scored))
-    wide = further.with_k([64, 300])
+    wide = further.search_with_k([64, 300])
     assert [of.evidence.k for of in wide] == [64, 300]
     bins = BinnedLambda((20.0,), (0.7, 0.3), (1.0, 2.0))
     point = float(wide[0].evidence.temperatures[8])
@@ -78,7 +78,7 @@ def test_documents_that_are_left_out_do_not_find_themselves(lm):
     duplicates = {one.content_hash: {one.content_hash} for one in held_out[1:3]}
     scored = score_once(lm.store, lm.reader, held_out, k=16, selection=EVERYTHING, left_out=duplicates)
     further = FurtherSearches(lm.store, scored, held_out, EVERYTHING, duplicates)
-    of = further.with_k([64])[0]
+    of = further.search_with_k([64])[0]
     given = KNNSettings(64, float(of.evidence.temperatures[8]), lam=0.4)
     honest = lm.evaluate(held_out, given, leave_out=True).knn_ppl
     assert ppl(of.log_probs(given, torch.arange(len(scored))).log_probs) == pytest.approx(honest, rel=1e-4)
@@ -100,17 +100,17 @@ def test_calibrate_tries_larger_k_and_weights_of_domains(lm, monkeypatch):
 
 @pytest.mark.slow
 def test_what_is_in_force_is_judged_with_its_own_weights_or_its_own_k(lm, further):
-    evidence = {"wide": further.with_k([300]), "domains": further.search_each_domain(["a", "b"], 16)}
+    evidence = {"wide": further.search_with_k([300]), "domains": further.search_each_domain(["a", "b"], 16)}
     temperature = 1.1 * float(evidence["domains"].temperatures[8])
     for current in (
         KNNSettings(16, temperature, DomainWeights(("b", "a"), (0.3, 0.4))),
         KNNSettings(300, temperature, lam=0.5),
     ):
-        found = compare(further.scored, current, fits={}, **evidence).current
+        found = compare_candidates(further.scored, current, fits={}, **evidence).current
         assert found.settings == current
         assert found.held_out.ppl == pytest.approx(lm.evaluate(HELD_OUT, current).knn_ppl, rel=2e-3)
     gone = KNNSettings(16, temperature, DomainWeights(("gone",), (0.3,)))
-    assert compare(further.scored, gone, fits={}, domains=evidence["domains"]).current is None
+    assert compare_candidates(further.scored, gone, fits={}, domains=evidence["domains"]).current is None
 
 
 def test_all_records_are_the_largest_k(lm):

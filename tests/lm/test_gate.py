@@ -24,7 +24,13 @@ from knnstore.lm.mixing import (
     decode_gate,
     fit_network,
 )
-from knnstore.lm.settings import settings_for, settings_from_dict, settings_to_dict, weights_for, weights_of
+from knnstore.lm.settings import (
+    collect_weights,
+    create_weights_loader,
+    settings_for,
+    settings_from_dict,
+    settings_to_dict,
+)
 from knnstore.store import EVERYTHING, KNNStore, SavedSettings
 from tests.lm.phrases import documents, phrases, words
 from tests.lm.scored import scored_text, with_evidence
@@ -194,7 +200,7 @@ def scored(lm):
 def gated(scored) -> KNNSettings:
     """A gate whose choices differ between tokens."""
     purpose = {**scored.fitted_for, "scale": 1.0, "k": K}
-    gate = unlike(compute_gate_features(scored.evidence, K, 1.0), [0.0, 0.0]).weights(purpose)
+    gate = unlike(compute_gate_features(scored.evidence, K, 1.0), [0.0, 0.0]).to_weights(purpose)
     return KNNSettings(K, temperature=4.0, mixer=GateLambda(gate))
 
 
@@ -207,7 +213,7 @@ def unlike(features: torch.Tensor, start: list[float]) -> Network:
 
 
 def test_forward_and_generation_use_the_gate_as_scoring_does(lm, scored, gated) -> None:
-    ids = torch.tensor([[0, *lm.reader.tokens(TEXTS[10].text).tolist()]])
+    ids = torch.tensor([[0, *lm.reader.tokenize(TEXTS[10].text).tolist()]])
     with torch.no_grad():
         whole = lm(ids, knn=gated).logits
         padded = lm(
@@ -232,7 +238,7 @@ def test_forward_and_generation_use_the_gate_as_scoring_does(lm, scored, gated) 
 
 
 def test_saved_and_loaded_it_chooses_the_same(lm, scored, gated, tmp_path) -> None:
-    for weights in weights_of(gated):
+    for weights in collect_weights(gated):
         lm.store.save_weights(weights.tensors, weights.metadata)
     values = settings_to_dict(gated)
     del values["selection"]
@@ -253,9 +259,9 @@ def test_a_gate_for_another_model_is_refused(lm, scored, gated) -> None:
     weights = gated.mixer.weights
     other = lm.store.save_weights(weights.tensors, {**weights.metadata, "model": "another"})
     with pytest.raises(FingerprintMismatchError, match=r"fitted for .*another.*calibrate again"):
-        weights_for(lm.store)(other)
+        create_weights_loader(lm.store)(other)
     with pytest.raises(CorruptWeightsError, match="cannot be read"):
-        weights_for(lm.store)(f"{'0' * 64}.safetensors")
+        create_weights_loader(lm.store)(f"{'0' * 64}.safetensors")
     wider = with_evidence(scored, keys=scored.evidence.keys.repeat(1, 2))
     with pytest.raises(ConfigError, match="fitted for another model"):
         wider.log_probs(gated)

@@ -46,7 +46,7 @@ def knn(request):
 
 @pytest.fixture
 def prompt(single):
-    return torch.tensor([[0, *single.reader.tokens(STORED[3].text)[:19].tolist()]])
+    return torch.tensor([[0, *single.reader.tokenize(STORED[3].text)[:19].tolist()]])
 
 
 def check_steps(lm, knn, prompts, **options) -> None:
@@ -277,7 +277,7 @@ def test_guidance_is_that_of_two_mixtures(lm, knn, prompt, make_model, options) 
     if "assistant_model" in options:
         options = {"assistant_model": make_model(options["assistant_model"])}
     (tokens,) = prompt.tolist()
-    negative = [0, *lm.reader.tokens(STORED[5].text)[:7].tolist()]
+    negative = [0, *lm.reader.tokenize(STORED[5].text)[:7].tolist()]
     expected = guided(lm, knn, prompt, tokens[-1:], 1.7)
     assert torch.equal(greedy(lm, knn, prompt, guidance_scale=1.7, **options), expected)
     expected = guided(lm, knn, prompt, negative, 1.7)

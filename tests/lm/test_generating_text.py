@@ -35,7 +35,7 @@ def lm(request, tmp_path_factory):
 
 def generated(lm, prompt, seed, **options):
     """The prompt's tokens, and those of each continuation."""
-    ids = [*lm.reader.prefix, *lm.reader.tokens(prompt).tolist()]
+    ids = [*lm.reader.prefix, *lm.reader.tokenize(prompt).tolist()]
     set_seed(seed)
     with torch.no_grad():
         rows = lm.generate(torch.tensor([ids]), **SAMPLED, **options)
@@ -120,6 +120,6 @@ def test_rows_of_tokens_are_the_text_where_the_first_token_is_not_predicted(kind
         lm.evaluate([{"id": str(at), "text": text} for at, text in enumerate(texts)], table=table)
         rows = list(table.rows(lm.tokenizer))
         for at, text in enumerate(texts):
-            first = decode_tokens(lm.tokenizer, lm.reader.tokens(text)[:1].tolist()).rstrip("\ufffd")
+            first = decode_tokens(lm.tokenizer, lm.reader.tokenize(text)[:1].tolist()).rstrip("\ufffd")
             own = [row for row in rows if row["document"] == str(at)]
             assert first + "".join(row["text"] for row in own) == text

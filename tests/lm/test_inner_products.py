@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from knnstore.datastore import tokens_of
+from knnstore.datastore import tokens_from_ids
 from knnstore.lm import default_settings
 from tests.lm.phrases import documents, phrases
 
@@ -32,7 +32,7 @@ def test_the_nearest_have_the_greatest_products(lm) -> None:
     # p_kNN with the default settings, whose T is of the scale that products have.
     scores = np.exp((products - products.max(1)[:, None]) / lm.knn.temperature)
     scores[products < -np.sort(-products, 1)[:, lm.knn.k - 1 : lm.knn.k]] = 0
-    hits = tokens_of(ids) == tokens[0, 1:].numpy()[:, None]
+    hits = tokens_from_ids(ids) == tokens[0, 1:].numpy()[:, None]
     expected = (scores * hits).sum(1) / scores.sum(1)
     explained = [token.p_knn for token in lm.explain(text)]
     np.testing.assert_allclose(explained, expected, rtol=0.02, atol=1e-3)

@@ -69,7 +69,7 @@ def test_mixture_is_the_definition(case):
     lm, distances, tokens, temperature, lam = case
     expected = oracle(lm.numpy(), distances, tokens, temperature, lam)
     found = mixture(torch.from_numpy(distances), temperature, torch.from_numpy(tokens), torch.from_numpy(lam))
-    mixed = found.distribution(ModelDistribution(lm))
+    mixed = found.compute_log_probs(ModelDistribution(lm))
     assert mixed.dtype == torch.float32
     np.testing.assert_allclose(mixed.exp(), np.exp(expected), atol=2e-6)
     np.testing.assert_allclose(mixed.exp().sum(1), 1.0, atol=5e-6)
@@ -92,14 +92,14 @@ def test_rows_without_neighbors_and_lambda_zero_keep_the_model_exactly():
     tokens = torch.full((3, 4), MISSING_TOKEN)
     tokens[0, 0] = 5
     found = mixture(distances, 1.0, tokens, torch.tensor([0.0, 0.7, 1.0]))
-    assert torch.equal(found.distribution(ModelDistribution(lm)), ModelDistribution(lm).log_probs)
+    assert torch.equal(found.compute_log_probs(ModelDistribution(lm)), ModelDistribution(lm).log_probs)
     assert torch.equal(found.target_log_probs(lm[:, 5], torch.full((3,), 5)), lm[:, 5])
 
 
 def test_lambda_one_is_retrieval_alone():
     lm = torch.zeros(1, 5).log_softmax(1)
     distances, tokens = torch.tensor([[0.0, 0.0, 0.0, torch.inf]]), torch.tensor([[2, 2, 4, MISSING_TOKEN]])
-    mixed = mixture(distances, 3.0, tokens, 1.0).distribution(ModelDistribution(lm))
+    mixed = mixture(distances, 3.0, tokens, 1.0).compute_log_probs(ModelDistribution(lm))
     expected = torch.tensor([[-torch.inf, -torch.inf, math.log(2 / 3), -torch.inf, math.log(1 / 3)]])
     torch.testing.assert_close(mixed, expected)
 
@@ -127,7 +127,9 @@ def test_temperature_may_differ_by_query():
 def test_rare_tokens_of_the_model_do_not_round_to_impossible():
     """exp(-200) is zero in float32; its logarithm must survive the mixture."""
     lm = torch.tensor([[0.0, -200.0]])
-    mixed = mixture(torch.tensor([[1.0]]), 1.0, torch.tensor([[0]]), 0.5).distribution(ModelDistribution(lm))
+    mixed = mixture(torch.tensor([[1.0]]), 1.0, torch.tensor([[0]]), 0.5).compute_log_probs(
+        ModelDistribution(lm)
+    )
     torch.testing.assert_close(mixed, torch.tensor([[0.0, -200.0 + math.log(0.5)]]))
 
 
@@ -136,8 +138,8 @@ def test_a_model_s_distribution_can_be_used_again_after_it_was_mixed():
     logits = 9 * torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
     before, lm = logits.clone(), ModelDistribution(logits)
     found = mixture(torch.rand(3, 4), 1.0, torch.arange(12).reshape(3, 4), 0.3)
-    mixed = found.distribution(lm)
-    assert torch.equal(found.distribution(lm), mixed)
+    mixed = found.compute_log_probs(lm)
+    assert torch.equal(found.compute_log_probs(lm), mixed)
     assert torch.equal(logits, before)
     expected = logits.double().log_softmax(1)
     torch.testing.assert_close(lm.log_max, expected.amax(1).float())
@@ -159,7 +161,7 @@ def test_gradients_flow_to_the_model_alone():
     found = mixture(distances, 1.0, torch.tensor([[0, 2], [1, 1]]), 0.5)
 
     def loss(values):
-        return -found.distribution(ModelDistribution(values)).gather(1, gold).sum()
+        return -found.compute_log_probs(ModelDistribution(values)).gather(1, gold).sum()
 
     loss(logits).backward()
     step = 1e-2
@@ -176,7 +178,7 @@ def test_weights_that_sum_to_more_than_one_by_rounding_leave_nothing_to_the_mode
     tokens = torch.arange(4)[None].expand(4096, -1)
     found = Mixture([Contribution(torch.full((4096, 4), 0.25), lam, tokens) for lam in lams])
     model = torch.full((4096, 5), 0.2).log()
-    mixed = found.distribution(ModelDistribution(model))
+    mixed = found.compute_log_probs(ModelDistribution(model))
     expected = torch.tensor([0.25] * 4 + [0.0]).expand(4096, -1)
     torch.testing.assert_close(mixed.exp(), expected, atol=1e-6, rtol=0)
     gold = found.target_log_probs(model[:, 4], torch.full((4096,), 4)).exp()

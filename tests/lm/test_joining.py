@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import knnstore
-from knnstore.datastore import positions_of, tokens_of
+from knnstore.datastore import positions_from_ids, tokens_from_ids
 from knnstore.errors import ConfigError, FingerprintMismatchError
 from knnstore.lm import CacheSettings, KNNLMForCausalLM, KNNSettings
 from knnstore.lm.keys import Joining, locate
@@ -24,7 +24,7 @@ SEQUENCES = [[0, 40, 41, 42, 50, 51, 52, 40, 41, 60, 70, 71], [0, 7, 5, 3, 40, 4
 # The first text begins in this pass, the second is one token long.
 IDS = torch.tensor([[2, 2, 2, 0, 40, 41], [2, 2, 2, 2, 2, 7], [0, 9, 8, 7, 6, 5]])
 MASK = (IDS != 2).long()
-JOINING = Joining.from_states(3)
+JOINING = Joining.from_state_count(3)
 KNN = KNNSettings(k=6, temperature=30.0, lam=0.5)
 CACHED = replace(KNN, cache=CacheSettings(size=5, temperature=20.0, lam=0.3))
 
@@ -64,8 +64,11 @@ def test_every_token_of_every_window_has_the_states_before_it(
     texts = [np.random.default_rng(seed).integers(4, 100, n).astype(np.uint32) for n in lengths]
     reader = TextReader(encoder, tokenizer, length, stride, batch_tokens=48)
     seen = 0
-    for batch in reader.batches(texts):
-        keys, also = encoder.keys(batch.input_ids, batch.at), encoder.encode(batch.input_ids, batch.at).keys
+    for batch in reader.batch_windows(texts):
+        keys, also = (
+            encoder.compute_keys(batch.input_ids, batch.at),
+            encoder.encode(batch.input_ids, batch.at).keys,
+        )
         torch.testing.assert_close(keys, also, atol=1e-5, rtol=1e-5)
         for document, position, key in zip(batch.documents, batch.positions, keys, strict=True):
             tokens = [0, *texts[document].tolist()]
@@ -137,7 +140,9 @@ def test_generation_scores_each_step_as_the_whole_text_does(knn_model, knn):
 
 
 def test_states_follow_the_beams(knn_gpt2, monkeypatch):
-    monkeypatch.setattr(knn_gpt2.key_encoder, "key_states", lambda _: pytest.fail("a text was read again"))
+    monkeypatch.setattr(
+        knn_gpt2.key_encoder, "compute_key_states", lambda _: pytest.fail("a text was read again")
+    )
     found = knn_gpt2.generate(
         IDS, attention_mask=MASK, max_new_tokens=9, min_new_tokens=9, pad_token_id=2, num_beams=4,
         num_return_sequences=4, length_penalty=0.0, output_scores=True, return_dict_in_generate=True,
@@ -181,7 +186,9 @@ def test_padding_anywhere_is_no_state(knn_gpt2):
 @pytest.mark.parametrize("split", [2, 4, 5])
 def test_a_prompt_read_in_parts_has_the_keys_of_the_whole(knn_gpt2, split, monkeypatch):
     """Some rows begin in the first part, others in the second, one with a single token behind it."""
-    monkeypatch.setattr(knn_gpt2.key_encoder, "key_states", lambda _: pytest.fail("a text was read again"))
+    monkeypatch.setattr(
+        knn_gpt2.key_encoder, "compute_key_states", lambda _: pytest.fail("a text was read again")
+    )
     given = padded(IDS, MASK)
     with torch.no_grad():
         whole, found, past = knn_gpt2(**given).logits, [], None
@@ -244,8 +251,14 @@ def test_what_is_stored_is_searched_for(filled):
         projection = lm.key_encoder.projection
         kept = {}
         for ids, keys, _ in store.datastore.iterate():
-            kept.update(zip(positions_of(ids).tolist(), zip(tokens_of(ids), keys, strict=True), strict=True))
-        tokens = lm.reader.tokens(TEXTS[0]).tolist()
+            kept.update(
+                zip(
+                    positions_from_ids(ids).tolist(),
+                    zip(tokens_from_ids(ids), keys, strict=True),
+                    strict=True,
+                )
+            )
+        tokens = lm.reader.tokenize(TEXTS[0]).tolist()
         states, _ = states_of(lm.base, "transformer.h.1.mlp", [0, *tokens[:22]])
         expected = joined(states, [0.5, 0.35]) - projection.mean.numpy()
         for position, key in enumerate(expected @ projection.matrix.numpy()):
@@ -254,7 +267,7 @@ def test_what_is_stored_is_searched_for(filled):
             np.testing.assert_allclose(stored, key, atol=0.01)
         # `forward`, evaluation and explanations search for the same.
         text = " ".join(TEXTS[3].split()[40:63])
-        ids = torch.tensor([[0, *lm.reader.tokens(text).tolist()]])
+        ids = torch.tensor([[0, *lm.reader.tokenize(text).tolist()]])
         knn = KNNSettings(k=20, temperature=10.0, lam=0.5)
         with torch.no_grad():
             losses = -lm(ids, knn=knn).logits[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
@@ -270,11 +283,11 @@ def test_a_text_that_is_stored_finds_itself_by_every_way_of_reading(filled):
     with lm.store:
         near = KNNSettings(k=1, temperature=1.0, lam=0.999)
         assert all(token.p > 0.99 for token in lm.explain(TEXTS[3], near)[1:])
-        prompt = [0, *lm.reader.tokens(TEXTS[3]).tolist()[:2]]
+        prompt = [0, *lm.reader.tokenize(TEXTS[3]).tolist()[:2]]
         written = lm.generate(
             torch.tensor([prompt]), knn=near, max_new_tokens=20, do_sample=False, pad_token_id=2
         )
-        assert written[0, 3:].tolist() == lm.reader.tokens(TEXTS[3]).tolist()[2:22]
+        assert written[0, 3:].tolist() == lm.reader.tokenize(TEXTS[3]).tolist()[2:22]
 
 
 def test_a_moved_store_has_the_same_keys(filled, tmp_path):
@@ -332,9 +345,9 @@ def test_what_cannot_be_joined_is_refused(model_path, tmp_path, options, message
 
 @given(st.lists(st.floats(1e-6, 1e6), max_size=5), st.text("abc.:0", min_size=1))
 def test_a_joining_is_read_from_the_name_of_a_key(discounts, place):
-    joining = Joining.from_states(len(discounts) + 1, discounts)
+    joining = Joining.from_state_count(len(discounts) + 1, discounts)
     assert Joining.parse(f"{place}{joining}") == (place, joining)
-    assert Joining.from_states(4).discounts == (0.5, 0.35, 0.245)
+    assert Joining.from_state_count(4).discounts == (0.5, 0.35, 0.245)
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,12 @@ from knnstore.lm import (
     save_settings,
 )
 from knnstore.lm.calibration.evidence import gather_evidence
-from knnstore.lm.calibration.fits import fit_fixed, fit_joint, fit_together
+from knnstore.lm.calibration.fits import fit_all_components, fit_fixed, fit_joint
 from knnstore.lm.calibration.scored_text import score_once
 from knnstore.lm.components import CacheSettings, NGramFitting, RecentFitting, collect_experts, gate
 from knnstore.lm.drafts import Drafts
 from knnstore.lm.mixing import FixedLambda, Network, compute_mixture_shares, fit_network
-from knnstore.lm.mixture import all_components
+from knnstore.lm.mixture import list_components
 from knnstore.lm.settings import CalibrationRecord, settings_for
 from knnstore.store import EVERYTHING, KNNStore
 from tests.lm.phrases import documents, phrases
@@ -62,7 +62,7 @@ def gated(scored, request) -> KNNSettings:
     factors = {"keys": FACTORS, "n-grams": (1.0,), "cache": FACTORS, "own n-grams": (1.0,)}
     assert factors.keys() == ALL.parts.keys()
     features = collect_experts(
-        all_components(), ALL.parts, scored.evidence_for(ALL, every), factors, 2.0, widths
+        list_components(), ALL.parts, scored.select_evidence(ALL, every), factors, 2.0, widths
     ).features.nan_to_num()
     torch.manual_seed(0)
     network = Network(features.mean(0), features.std(0).clamp(min=1e-6), [0.0] * 9).eval()
@@ -72,15 +72,15 @@ def gated(scored, request) -> KNNSettings:
     purpose = {**scored.fitted_for, "unit": 2.0, "experts": listed}
     if request.param != "gate without the history":
         purpose["widths"] = widths
-    return replace(ALL, gate=JointGate(network.weights(purpose)))
+    return replace(ALL, gate=JointGate(network.to_weights(purpose)))
 
 
 def definition(scored, settings) -> np.ndarray:
     """p of every token: softmax over those of the model and the eight experts that say something."""
-    evidence, gold = scored.evidence_for(settings, torch.arange(len(scored))), scored.targets
+    evidence, gold = scored.select_evidence(settings, torch.arange(len(scored))), scored.targets
     gate = settings.gate
     features = collect_experts(
-        all_components(), settings.parts, evidence, gate.factors, gate.unit, gate.widths
+        list_components(), settings.parts, evidence, gate.factors, gate.unit, gate.widths
     ).features
     network = Network.from_weights(gate.weights)
     logits = network(features.where(features.isfinite(), network.mean)).double().numpy()
@@ -133,7 +133,7 @@ def test_it_is_a_softmax_over_the_experts_that_say_something(lm, scored, gated, 
 
 
 def test_forward_generation_and_explain_use_it_as_scoring_does(lm, scored, gated) -> None:
-    ids = torch.tensor([[0, *lm.reader.tokens(TEXTS[10].text).tolist()]])
+    ids = torch.tensor([[0, *lm.reader.tokenize(TEXTS[10].text).tolist()]])
     with torch.no_grad():
         whole = lm(ids, knn=gated).logits
     torch.testing.assert_close(whole.exp().sum(-1), torch.ones(whole.shape[:2]), atol=1e-4, rtol=0)
@@ -159,7 +159,7 @@ def test_forward_generation_and_explain_use_it_as_scoring_does(lm, scored, gated
 
 
 def test_a_model_can_be_trained_after_inference(lm, gated) -> None:
-    tokens = torch.tensor([lm.reader.tokens("The harbour of the old town").tolist()])
+    tokens = torch.tensor([lm.reader.tokenize("The harbour of the old town").tolist()])
     with torch.inference_mode():
         lm(input_ids=tokens, knn=gated)
     lm(input_ids=tokens, labels=tokens, knn=gated).loss.backward()
@@ -180,7 +180,7 @@ def test_drafts_and_a_stream_say_what_is_written_without(lm, gated, monkeypatch,
     made = []
     learn = Drafts.learn
     monkeypatch.setattr(Drafts, "learn", lambda *given: made.append(given[1:]) or learn(*given))
-    prompt = lm.reader.tokens(TEXTS[3].text)[:9].tolist()
+    prompt = lm.reader.tokenize(TEXTS[3].text)[:9].tolist()
     written = []
     for draft in (False, True):
         told = []
@@ -197,7 +197,7 @@ def test_drafts_and_a_stream_say_what_is_written_without(lm, gated, monkeypatch,
 
 
 def test_every_row_has_settings_of_its_own(lm, gated) -> None:
-    ids = torch.tensor([[0, *lm.reader.tokens(TEXTS[at].text)[:20].tolist()] for at in (10, 11, 12)])
+    ids = torch.tensor([[0, *lm.reader.tokenize(TEXTS[at].text)[:20].tolist()] for at in (10, 11, 12)])
     each = [gated, replace(gated, cache=None), replace(gated, gate=None)]
     with torch.no_grad():
         together = lm(ids, knn=each).logits
@@ -282,9 +282,9 @@ def test_of_what_it_sees_the_query_alone_is_hidden_while_it_is_fitted(scored, mo
 @pytest.mark.slow
 def test_it_is_fitted_on_the_tokens_it_is_given_alone(scored) -> None:
     (evidence,) = gather_evidence(scored, [K])
-    half = evidence.only(scored.documents % 2 == 0)
+    half = evidence.select_tokens(scored.documents % 2 == 0)
     others = {"cache": RecentFitting.from_keys(scored.reading, scored.evidence.found["own n-grams"])}
-    one = fit_together(half, scored, NGramFitting(scored.ngrams), others, fit_fixed)
+    one = fit_all_components(half, scored, NGramFitting(scored.ngrams), others, fit_fixed)
     assert one.gate is not None
     other = ~torch.isin(torch.arange(len(scored)), half.tokens)
     changed = with_evidence(
@@ -292,7 +292,7 @@ def test_it_is_fitted_on_the_tokens_it_is_given_alone(scored) -> None:
         lm_entropy=scored.evidence.lm_entropy.where(~other, 7.0),
         found={"n-grams": scored.ngrams._replace(probs=scored.ngrams.probs.where(~other, 1e-6))},
     )
-    assert fit_together(half, changed, NGramFitting(changed.ngrams), others, fit_fixed) == one
+    assert fit_all_components(half, changed, NGramFitting(changed.ngrams), others, fit_fixed) == one
 
 
 def test_saved_and_loaded_it_weighs_the_same_and_goes_with_its_text(lm, scored, gated) -> None:
@@ -319,7 +319,7 @@ def test_what_does_not_go_together_is_said(scored, gated) -> None:
     with pytest.raises(ConfigError, match="does not work with the mixer 'domains'"):
         replace(gated, mixer=DomainWeights(("phrases",), (0.5,)))
     with pytest.raises(ConfigError, match="'later', which this version does not know"):
-        collect_experts(all_components(), ALL.parts, scored.evidence, {"later": (1.0,)}, 2.0)
+        collect_experts(list_components(), ALL.parts, scored.evidence, {"later": (1.0,)}, 2.0)
     wider = with_evidence(scored, keys=scored.evidence.keys.repeat(1, 2))
     with pytest.raises(ConfigError, match="fitted for others"):
         wider.log_probs(gated)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from knnstore.lm.calibration.candidates import BIN_FITS, Comparison, compare
+from knnstore.lm.calibration.candidates import BIN_FITS, Comparison, compare_candidates
 from knnstore.lm.calibration.evidence import gather_evidence
 from knnstore.lm.calibration.fits import fit_fixed
 from knnstore.lm.calibration.judging import mask_first_half
@@ -55,7 +55,7 @@ def scored() -> ScoredText:
 
 @pytest.fixture(scope="module")
 def found(scored) -> Comparison:
-    return compare(scored, fits=BIN_FITS, networks=True)
+    return compare_candidates(scored, fits=BIN_FITS, networks=True)
 
 
 def without_the_text_of(scored: ScoredText, tokens: torch.Tensor) -> ScoredText:
@@ -78,7 +78,10 @@ def test_no_token_is_judged_by_what_was_fitted_on_its_half(scored, found) -> Non
     first = mask_first_half(scored.documents)
     assert len(first.unique()) == 2
     halves = first, ~first
-    changed = [compare(without_the_text_of(scored, ~half), fits=BIN_FITS, networks=True) for half in halves]
+    changed = [
+        compare_candidates(without_the_text_of(scored, ~half), fits=BIN_FITS, networks=True)
+        for half in halves
+    ]
     compared = set()
     for number, half in enumerate(halves):
         others = {(one.name, one.settings.k): one for one in changed[number].candidates}
@@ -128,7 +131,9 @@ def test_what_is_better_by_chance_does_not_beat_the_model(scored) -> None:
     alone = with_evidence(scored, hits=hits, found={"n-grams": None})
     alone = replace(alone, targets=None)
     none = KNNSettings(k=K, temperature=5.0, lam=0.0)
-    compared = compare(alone, none, fits={"a little": lambda of: of.settings(5.0, FixedLambda(0.05))})
+    compared = compare_candidates(
+        alone, none, fits={"a little": lambda of: of.build_settings(5.0, FixedLambda(0.05))}
+    )
     little = compared.candidates[-1]
     assert little.held_out.ppl < compared.base.ppl
     assert compared.change.ppl < 1 < compared.change.high
@@ -146,7 +151,9 @@ def test_how_many_cells_are_visited_is_judged_by_a_cache_of_the_other_half(score
         for pairs in (((first, ~first), (~first, first)), ((first, first), (~first, ~first)))
     )
     assert other < own
-    assert trial.judge_with_all(fit_fixed, evidence).ppl == pytest.approx(math.exp(-other / TOKENS), rel=1e-6)
+    assert trial.judge_with_all_components(fit_fixed, evidence).ppl == pytest.approx(
+        math.exp(-other / TOKENS), rel=1e-6
+    )
 
 
 @pytest.mark.slow

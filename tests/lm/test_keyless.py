@@ -30,7 +30,7 @@ def filled(make_lm):
     """A home without keys, that was filled without the model."""
     made = make_lm(key=None, max_length=32, stride=16)
     with pytest.MonkeyPatch.context() as patched:
-        for method in ("keys", "encode", "key_states"):
+        for method in ("compute_keys", "encode", "compute_key_states"):
             patched.setattr(Encoder, method, lambda *_: pytest.fail("the model ran"))
         added = made.add(STORED, domain="phrases")
         made.add(NOISE, domain="noise")
@@ -44,8 +44,8 @@ def test_text_is_predicted_by_its_n_grams_alone(lm):
     assert domains == [("noise", 0), ("phrases", 0)]
     assert not (lm.store.home.path / "keys").exists()
     assert lm.knn == KNNSettings(k=1, lam=0.0, ngrams=lm.knn.ngrams)
-    counted = KneserNey([lm.reader.tokens(one.text) for one in STORED], 7)
-    text = lm.reader.tokens(HELD_OUT[0].text)[:30].tolist()
+    counted = KneserNey([lm.reader.tokenize(one.text) for one in STORED], 7)
+    text = lm.reader.tokenize(HELD_OUT[0].text)[:30].tolist()
     ids, chosen = torch.tensor([[0, *text]]), settings_for(lm.store, CHOSEN)
     with torch.no_grad():
         mixed, alone = lm(ids, knn=chosen).logits[0].exp(), lm.base(ids).logits[0].softmax(-1)
@@ -82,12 +82,12 @@ def test_everything_that_needs_no_keys_is_fitted_and_used(lm):
 
 
 def test_places_are_found_by_their_words(lm):
-    tokens = lm.reader.tokens(STORED[3].text)
-    passages = lm.search(lm.reader.text(tokens[40:52].tolist()))
+    tokens = lm.reader.tokenize(STORED[3].text)
+    passages = lm.search(lm.reader.decode(tokens[40:52].tolist()))
     assert (passages[0].document, passages[0].domain) == (STORED[3].id, "phrases")
     assert 40 < passages[0].position < 52
     expected, asked = {}, [*tokens[40:52].tolist(), *tokens[40:44].tolist()]  # some places are found twice
-    stored = {one.id: lm.reader.tokens(one.text).tolist() for one in STORED}
+    stored = {one.id: lm.reader.tokenize(one.text).tolist() for one in STORED}
     for at in range(1, len(asked)):
         runs = {}
         for id, text in stored.items():
@@ -128,14 +128,14 @@ def test_what_is_removed_and_replaced_counts_no_more(lm):
     store.remove_domain("noise")
     lm.sync([*STORED[:6], replace(STORED[6], text=NOISE[0])], domain="phrases")
     left = [*(one.text for one in STORED[:6]), NOISE[0]]
-    counted = KneserNey([lm.reader.tokens(text) for text in left], 7)
-    ids = lm.reader.tokens(STORED[8].text)[:20].tolist()
+    counted = KneserNey([lm.reader.tokenize(text) for text in left], 7)
+    ids = lm.reader.tokenize(STORED[8].text)[:20].tolist()
     with torch.no_grad():
         row = lm(torch.tensor([[0, *ids]])).logits[0, -1].exp().numpy()
         alone = lm.base(torch.tensor([[0, *ids]])).logits[0, -1].softmax(-1).numpy()
     lam = lm.knn.ngrams.by_length[min(counted.longest([-1, *ids]), 6)]
     np.testing.assert_allclose(row, lam * counted.probs([-1, *ids], V) + (1 - lam) * alone, atol=1e-5)
-    gone = lm.reader.tokens(STORED[9].text).astype("<u4").tobytes()[40:80]
+    gone = lm.reader.tokenize(STORED[9].text).astype("<u4").tobytes()[40:80]
     assert store.erase().unreached == ()
     assert not [path for path in store.home.path.rglob("*") if path.is_file() and gone in path.read_bytes()]
     assert store.verify() == []

@@ -12,7 +12,7 @@ import torch
 import knnstore
 from knnstore.errors import ConfigError, FingerprintMismatchError, StoreExistsError
 from knnstore.lm import KNNSettings, load_model
-from knnstore.lm.keys import model_fingerprint, same_model
+from knnstore.lm.keys import describe_same_checkpoint, model_fingerprint
 
 DTYPES = ("float32", "float16", "bfloat16")
 PAIRS = list(itertools.product(DTYPES, DTYPES))
@@ -37,7 +37,7 @@ def opened(request, make_model, tokenizer, tmp_path_factory):
 
 
 def test_a_checkpoint_is_known_in_every_precision(opened) -> None:
-    assert all(same_model(opened[one], opened[other]) for one, other in PAIRS)
+    assert all(describe_same_checkpoint(opened[one], opened[other]) for one, other in PAIRS)
 
 
 def test_another_initialisation_is_another_model_in_every_precision(opened, make_model) -> None:
@@ -46,7 +46,7 @@ def test_another_initialisation_is_another_model_in_every_precision(opened, make
     spread(model)
     for dtype in DTYPES:
         other = model_fingerprint(model.to(getattr(torch, dtype)))
-        assert not any(same_model(fingerprint, other) for fingerprint in opened.values())
+        assert not any(describe_same_checkpoint(fingerprint, other) for fingerprint in opened.values())
 
 
 @pytest.mark.parametrize(("before", "after"), [pair for pair in PAIRS if "bfloat16" not in pair])
@@ -57,7 +57,7 @@ def test_one_step_of_training_makes_another_model(make_model, before: str, after
     tokens = torch.arange(4, 36)[None]
     model(tokens, labels=tokens).loss.backward()
     optimizer.step()
-    assert not same_model(known, model_fingerprint(model.to(getattr(torch, after))))
+    assert not describe_same_checkpoint(known, model_fingerprint(model.to(getattr(torch, after))))
 
 
 def test_a_step_in_bfloat16_makes_another_model(make_model) -> None:
@@ -66,7 +66,7 @@ def test_a_step_in_bfloat16_makes_another_model(make_model) -> None:
     with torch.no_grad():
         for weight in model.parameters():  # by the least that there is
             weight.copy_(torch.nextafter(weight, torch.full_like(weight, torch.inf)))
-    assert not same_model(known, model_fingerprint(model))
+    assert not describe_same_checkpoint(known, model_fingerprint(model))
 
 
 @pytest.mark.parametrize(("made", "used"), [("float32", "float16"), ("float16", "bfloat16")])
@@ -183,8 +183,8 @@ def test_another_configuration_with_the_same_weights_is_another_model(make_model
     model = make_model("llama")
     known = model_fingerprint(model)
     setattr(model.config, field, value)
-    assert not same_model(known, model_fingerprint(model))
-    assert same_model(known.rpartition(":")[0], model_fingerprint(model)), (
+    assert not describe_same_checkpoint(known, model_fingerprint(model))
+    assert describe_same_checkpoint(known.rpartition(":")[0], model_fingerprint(model)), (
         "of before there were configurations"
     )
 
@@ -197,7 +197,7 @@ def test_what_a_configuration_says_of_names_training_and_running_is_no_matter(ma
         ("transformers_version", "9.9"), ("a_field_of_tomorrow", 1), ("initializer_range", 3.0),
     ):  # fmt: skip
         setattr(model.config, field, value)
-    assert same_model(known, model_fingerprint(model))
+    assert describe_same_checkpoint(known, model_fingerprint(model))
 
 
 def test_files_that_are_not_of_one_model_are_refused(model_path, tmp_path) -> None:

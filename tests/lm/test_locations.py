@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, OPTConfig
 
 from knnstore.errors import ConfigError
-from knnstore.lm.keys import LAYER_PLACES, hidden_forward, layer_count, locate
+from knnstore.lm.keys import LAYER_PLACES, count_layers, locate, run_without_head
 
 IDS = torch.tensor([[5, 17, 42, 99, 3, 8], [60, 61, 62, 5, 17, 42]])
 
@@ -31,7 +31,7 @@ MODULES = {
 
 
 def keys_at(model, key):
-    return hidden_forward(model, locate(model, key), IDS)[0]
+    return run_without_head(model, locate(model, key), IDS)[0]
 
 
 def hidden_states(model):
@@ -58,7 +58,7 @@ def test_each_name_is_the_tensor_that_it_says(family, model, layer) -> None:
         if family == "gpt_neox":  # in parallel: both parts read what enters the layer
             between = residual
         else:
-            output = hidden_forward(model, locate(model, f"{attention}:output"), IDS)[0]
+            output = run_without_head(model, locate(model, f"{attention}:output"), IDS)[0]
             between = residual + output
         assert torch.equal(keys_at(model, f"ffn_input_before_norm@{layer}"), between)
         normed = model.get_submodule(ffn_norm)(between)
@@ -71,7 +71,7 @@ def test_the_final_state_before_its_norm(family, model) -> None:
     with torch.no_grad():
         after = model.get_submodule(norm)(keys_at(model, "final_hidden_before_norm"))
     assert torch.equal(after, keys_at(model, "final_hidden"))
-    assert layer_count(model) == 2
+    assert count_layers(model) == 2
 
 
 def test_a_model_that_normalises_last(make_model) -> None:
@@ -88,7 +88,7 @@ def test_a_model_that_normalises_last(make_model) -> None:
     assert torch.equal(keys_at(model, "attention_input"), entering[1])
     with torch.no_grad():
         norm = model.get_submodule(f"{layers}.1.self_attn_layer_norm")
-        between = entering[1] + hidden_forward(model, locate(model, f"{layers}.1.self_attn:output"), IDS)[0]
+        between = entering[1] + run_without_head(model, locate(model, f"{layers}.1.self_attn:output"), IDS)[0]
         assert torch.equal(keys_at(model, "ffn_input"), norm(between))
     with pytest.raises(
         ConfigError, match=r"layers\.0\.self_attn:input is not the output of a layer normalization"

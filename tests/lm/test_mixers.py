@@ -22,7 +22,7 @@ from knnstore.lm import (
     settings_to_dict,
 )
 from knnstore.lm.mixing import ModelDistribution
-from knnstore.lm.mixture import mixture_of
+from knnstore.lm.mixture import build_mixture
 from tests.lm.scored import AllNeighborsLambda
 
 CONFIDENCES = st.floats(-20, 0, width=32)
@@ -58,12 +58,12 @@ def test_every_mixture_is_a_distribution(mixer, temperature, distances, confiden
     nearest = torch.from_numpy(np.sort(distances, axis=1))
     sums = NeighborSums(nearest, torch.arange(20).reshape(5, 4) % 7)
     found = Evidence(torch.from_numpy(confidence), [sums])
-    mixture = mixture_of(KNNSettings(k=4, temperature=temperature, mixer=mixer), found)
+    mixture = build_mixture(KNNSettings(k=4, temperature=temperature, mixer=mixer), found)
     assert mixture.lam.dtype == torch.float32
     assert bool(((mixture.lam >= 0) & (mixture.lam <= 1)).all())
     assert bool((torch.as_tensor(mixture.temperature) > 0).all())
     logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
-    mixed = mixture.distribution(ModelDistribution(logits))
+    mixed = mixture.compute_log_probs(ModelDistribution(logits))
     assert mixed.exp().sum(1).numpy() == pytest.approx(np.ones(5), abs=1e-5)
 
 

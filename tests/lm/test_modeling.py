@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import DynamicCache, GPT2LMHeadModel
 
-from knnstore.datastore import tokens_of
+from knnstore.datastore import tokens_from_ids
 from knnstore.errors import ConfigError, FingerprintMismatchError
 from knnstore.lm import Chosen, KNNLMForCausalLM, KNNSettings, SimpleMixer
 from knnstore.lm.reading import as_cache_argument
@@ -52,7 +52,7 @@ def definition(base, store, ids, settings, mask=None):
             nearest = np.argsort(squares, kind="stable")[: settings.k]
             knn = np.zeros(lm.shape[-1])
             weights = np.exp(-(squares[nearest] - squares[nearest][0]) / settings.temperature)
-            np.add.at(knn, tokens_of(store.ids[nearest]), weights / weights.sum())
+            np.add.at(knn, tokens_from_ids(store.ids[nearest]), weights / weights.sum())
             lam = settings.mixer.lam
             mixed[row, column] = lam * knn + (1 - lam) * lm[row, column]
     return mixed

@@ -58,7 +58,7 @@ def lm(make_lm, texts):
 
 
 def counted(lm, texts, order=NGRAMS.order):
-    return KneserNey([lm.reader.tokens(one.text) for one in texts], order)
+    return KneserNey([lm.reader.tokenize(one.text) for one in texts], order)
 
 
 def definition(lm, expected, row, knn):
@@ -87,8 +87,10 @@ def test_every_row_of_a_forward_pass_is_a_text_of_its_own(lm, texts, knn):
 
 
 def test_they_are_of_the_selected_documents_alone(lm, texts):
-    row = [0, *lm.reader.tokens(texts["news"][0].text)[:15].tolist()]
-    chosen = replace(ALONE, selection=Selection(domains=("mail",)).without(texts["mail"][3].content_hash))
+    row = [0, *lm.reader.tokenize(texts["news"][0].text)[:15].tolist()]
+    chosen = replace(
+        ALONE, selection=Selection(domains=("mail",)).without_content(texts["mail"][3].content_hash)
+    )
     expected = counted(lm, texts["mail"][:3] + texts["mail"][4:])
     with torch.no_grad():
         found = lm(torch.tensor([row]), knn=chosen).logits[0].exp().numpy()
@@ -115,23 +117,23 @@ def test_in_an_empty_store_the_model_is_alone(make_lm):
 
 def test_without_a_prefix_every_text_is_the_beginning_of_a_document(lm):
     def after(ids, prefix):
-        contexts = Contexts.of_pass(batch_of(torch.tensor([ids]), 1), prefix, np.array([0]))
+        contexts = Contexts.from_pass(batch_of(torch.tensor([ids]), 1), prefix, np.array([0]))
         question = Question(lm.store, EVERYTHING, ALONE.ngrams, contexts, V)
         found = NGrams().look_up(question, Form.DISTRIBUTION)
         rows = found.rest[:, None] * found.unigrams
         return rows.scatter_add_(1, found.tokens, found.weights)
 
-    first = int(lm.reader.tokens("w22")[0])
+    first = int(lm.reader.tokenize("w22")[0])
     torch.testing.assert_close(after([first], []), after([0, first], [0]))
     assert (after([first], []) - after([first], [0])).abs().max() > 0.01  # which is in the middle of a text
 
 
 def test_a_prefix_of_several_tokens_is_no_part_of_the_text(lm):
     """A position that predicts a token of the prefix counts as padding."""
-    first = int(lm.reader.tokens("w22")[0])
+    first = int(lm.reader.tokenize("w22")[0])
 
     def contexts_at(ids, at):
-        return Contexts.of_pass(batch_of(torch.tensor([ids]), len(ids)), [0, 9], np.array([at]))
+        return Contexts.from_pass(batch_of(torch.tensor([ids]), len(ids)), [0, 9], np.array([at]))
 
     whole = [0, 9, first]
     for ids, at, owner, length in (([0], 0, -1, 0), (whole, 0, -1, 0), (whole, 1, 0, 0), (whole, 2, 0, 1)):
@@ -149,14 +151,14 @@ def test_the_history_is_the_mean_log_probability_of_the_last_tokens(lm, texts, o
     counts = lm.store.ngrams()
     expected = counted(lm, [one for of in texts.values() for one in of], order)
     every = [
-        np.concatenate([lm.reader.tokens(one.text) for one in texts["news"][:4]])[:length]
+        np.concatenate([lm.reader.tokenize(one.text) for one in texts["news"][:4]])[:length]
         for length in (0, 1, 5, 90, 90)
     ]
     is_whole = [True, False, True, True, False]
     owners = np.repeat(np.arange(5), [len(text) + 1 for text in every])
     lengths = np.concatenate([np.arange(len(text) + 1) for text in every])
     owners[3] = -1  # padding
-    contexts = replace(Contexts.of_documents(every), is_whole=is_whole).at_positions(owners, lengths)
+    contexts = replace(Contexts.from_documents(every), is_whole=is_whole).with_positions(owners, lengths)
 
     def definition(owner, length):
         if owner < 0:
@@ -179,11 +181,11 @@ def test_the_history_is_the_mean_log_probability_of_the_last_tokens(lm, texts, o
 @pytest.mark.parametrize("order", [2, 4, 8])
 def test_scored_and_generated_text_give_a_gate_the_same_inputs(lm, texts, component, widths, order):
     """Also to gates of earlier versions, which take the first inputs."""
-    every = [np.concatenate([lm.reader.tokens(one.text) for one in texts["news"][:3]]), np.arange(90, 96)]
+    every = [np.concatenate([lm.reader.tokenize(one.text) for one in texts["news"][:3]]), np.arange(90, 96)]
     owners = np.repeat(np.arange(2), [len(text) for text in every])
     lengths = np.concatenate([np.arange(len(text)) for text in every])
     owners[3] = -1  # padding
-    contexts = Contexts.of_documents(every).at_positions(owners, lengths)
+    contexts = Contexts.from_documents(every).with_positions(owners, lengths)
 
     def compute_inputs(contexts, form, width):
         question = Question(
@@ -251,7 +253,7 @@ def test_documents_longer_than_the_window_match_dictionaries(lm, texts, batch_to
     type(lm).evaluate(parts, held_out, replace(BOTH, ngrams=None), table=below)
     base, probs = [], []
     for document in held_out:
-        tokens = lm.reader.tokens(document.text).tolist()
+        tokens = lm.reader.tokenize(document.text).tolist()
         probs += [expected.probs([-1, *tokens[:at]], V)[token] for at, token in enumerate(tokens)]
     mixed = [
         NGRAMS.lam * p + (1 - NGRAMS.lam) * row["p"]
@@ -272,7 +274,7 @@ def test_documents_longer_than_the_window_match_dictionaries(lm, texts, batch_to
 def test_a_document_that_is_left_out_does_not_count_for_itself(lm, texts):
     one = texts["news"][4]
     others = [other for of in texts.values() for other in of if other is not one]
-    tokens = lm.reader.tokens(one.text).tolist()
+    tokens = lm.reader.tokenize(one.text).tolist()
     said = [counted(lm, others).probs([-1, *tokens[:at]], V)[token] for at, token in enumerate(tokens)]
     table = TokenTable()
     lm.evaluate([one], replace(ALONE, ngrams=replace(NGRAMS, lam=1.0)), leave_out=True, table=table)
@@ -285,9 +287,9 @@ def test_a_document_that_is_left_out_does_not_count_for_itself(lm, texts):
 def test_the_places_of_an_n_gram_are_named_with_what_they_gave(lm, texts):
     text = texts["news"][2].text
     explained = lm.explain(text, ALONE, neighbors=1000)
-    tokens = lm.reader.tokens(text).tolist()
+    tokens = lm.reader.tokenize(text).tolist()
     every = {
-        (domain, one.id): lm.reader.tokens(one.text).tolist() for domain, of in texts.items() for one in of
+        (domain, one.id): lm.reader.tokenize(one.text).tolist() for domain, of in texts.items() for one in of
     }
     expected = KneserNey(every.values(), NGRAMS.order)
     for token in explained:

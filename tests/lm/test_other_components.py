@@ -94,7 +94,7 @@ def p_title(tokens: list[int]) -> float:
 
 def test_it_is_mixed_wherever_text_is_read(lm, title) -> None:
     (text,) = titled(1, "t")
-    tokens = lm.reader.tokens(text["text"]).tolist()
+    tokens = lm.reader.tokenize(text["text"]).tolist()
     ids = torch.tensor([[0, *tokens]])
     with torch.no_grad():
         base = lm.base(ids).logits[0].float().softmax(-1)
@@ -173,7 +173,7 @@ def test_its_settings_are_checked_by_name(title) -> None:
     assert KNNSettings(others={"title": {}}).others == {"title": {"lam": 0.1}}
     values = json.loads(json.dumps(settings_to_dict(title)))
     assert settings_from_dict(values) == replace(title, unset=frozenset())
-    assert title.without("title").others == {}
+    assert title.without_components("title").others == {}
 
 
 def test_without_the_package_its_settings_are_refused_by_name() -> None:
@@ -182,7 +182,7 @@ def test_without_the_package_its_settings_are_refused_by_name() -> None:
 
 
 def test_settings_of_one_component_leave_those_of_the_others(title, monkeypatch) -> None:
-    class Twin(type(registry.other_components()["title"])):
+    class Twin(type(registry.load_plugin_components()["title"])):
         name = "twin"
 
     monkeypatch.setitem(registry._registered, "twin", Twin())
@@ -194,7 +194,7 @@ def test_settings_of_one_component_leave_those_of_the_others(title, monkeypatch)
 @pytest.mark.usefixtures("installed")
 def test_distributions_of_several_groups_of_positions_have_the_same_width() -> None:
     several = Places(torch.tensor([[0.4, 0.6]]), torch.tensor([[3, 4]]))
-    joined = Places.joined([several, Places(torch.tensor([[1.0]]), torch.tensor([[5]]))])
+    joined = Places.concatenate([several, Places(torch.tensor([[1.0]]), torch.tensor([[5]]))])
     assert joined.width == 2
     assert torch.equal(joined.weights, torch.tensor([[0.4, 0.6], [1.0, 0.0]]))
     assert joined.tokens[0].tolist() == [3, 4]
@@ -217,7 +217,7 @@ def test_it_is_served(lm, title, package, tmp_path, monkeypatch) -> None:
     knnstore.lm.save_settings(lm.store, replace(title, unset=frozenset()))
     (text,) = titled(1, "t")
     with torch.no_grad():
-        ids = torch.tensor([[0, *lm.reader.tokens(text["text"]).tolist()]])
+        ids = torch.tensor([[0, *lm.reader.tokenize(text["text"]).tolist()]])
         expected = lm(ids, knn=settings_for(lm.store)).logits[0].log_softmax(-1)
     lm.store.close()
     home = Path(shutil.copytree(lm.store.home.path, tmp_path / "served"))

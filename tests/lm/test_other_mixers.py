@@ -9,7 +9,7 @@ import torch
 
 from knnstore.errors import ConfigError
 from knnstore.lm import Chosen, KNNSettings, SimpleMixer, register_mixer, settings_from_dict, settings_to_dict
-from knnstore.lm.calibration import compare
+from knnstore.lm.calibration import compare_candidates
 from knnstore.lm.mixing import registry
 from tests.lm.scored import near_and_far
 
@@ -29,7 +29,7 @@ class Nearer(SimpleMixer):
     def fit(cls, evidence, scored):
         assert torch.equal(scored.distances[evidence.tokens, :1], evidence.nearest.distances)
         limit = float(evidence.nearest.distances.median())
-        return evidence.settings(float(evidence.temperatures[8]), cls(0.4, limit))
+        return evidence.build_settings(float(evidence.temperatures[8]), cls(0.4, limit))
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ def install(monkeypatch) -> Iterator:
 
 def test_the_mixer_of_a_package_is_a_candidate_if_it_goes_with_the_text(install) -> None:
     install(lambda: Nearer, lambda: Unfit)
-    found = {one.name: one for one in compare(near_and_far()).candidates}
+    found = {one.name: one for one in compare_candidates(near_and_far()).candidates}
     assert isinstance(found["nearer-than"].settings.mixer, Nearer)
-    assert found["nearer-than"].held_out.ppl < compare(near_and_far()).base.ppl
+    assert found["nearer-than"].held_out.ppl < compare_candidates(near_and_far()).base.ppl
     assert "unfit" not in found
-    assert "nearer-than" not in {one.name for one in compare(near_and_far(), fits={}).candidates}
+    assert "nearer-than" not in {one.name for one in compare_candidates(near_and_far(), fits={}).candidates}
 
 
 def test_settings_with_the_mixer_of_a_package_are_saved_while_it_is_installed(install) -> None:

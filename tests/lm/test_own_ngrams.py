@@ -55,15 +55,15 @@ def definition(before: list[int], order: int) -> tuple[dict[int, float], tuple[i
 
 @given(texts=TEXTS, order=st.integers(2, 6))
 def test_scored_text_has_the_probabilities_of_the_definition(texts, order) -> None:
-    whole = Contexts.of_documents([np.array(text, np.uint32) for text in texts])
+    whole = Contexts.from_documents([np.array(text, np.uint32) for text in texts])
     every = np.arange(len(texts[0]) if texts else 0)
     if len(every):
-        first = whole.at_positions(np.zeros_like(every), every)
+        first = whole.with_positions(np.zeros_like(every), every)
         question = Question(None, EVERYTHING, NGramSettings(order), first, 10)
         weights = torch.ones(len(every), 1)
         found, best = (OwnNGrams().cite(question, None, weights, most).causes for most in (len(every), 2))
     for number, text in enumerate(texts):
-        at = whole.at_positions(np.full(len(text), number), np.arange(len(text)))
+        at = whole.with_positions(np.full(len(text), number), np.arange(len(text)))
         _, probs, suffixes, *_ = OwnNGrams().look_up_targets(at, order)
         for at, token in enumerate(text):
             expected, suffix = definition(text[:at], order)
@@ -84,12 +84,12 @@ def test_scored_text_has_the_probabilities_of_the_definition(texts, order) -> No
 
 def test_texts_are_cut_between_the_first_context_and_the_last_target():
     texts = [np.arange(10), np.arange(20, 25), np.arange(30, 33)]
-    contexts = Contexts.of_documents(texts).at_positions(np.array([0, 0, -1, 2]), np.array([4, 6, 0, 3]))
-    cut = contexts.cut(2)
+    contexts = Contexts.from_documents(texts).with_positions(np.array([0, 0, -1, 2]), np.array([4, 6, 0, 3]))
+    cut = contexts.cut_to_positions(2)
     assert [text.tolist() for text in cut.texts] == [[2, 3, 4, 5, 6], [31, 32]]
     assert (cut.is_whole, cut.rows.tolist()) == ([False, False], [0, 1, 3])
     assert (cut.owners.tolist(), cut.lengths.tolist()) == ([0, 0, 1], [2, 4, 2])
-    assert contexts.cut(3).is_whole == [False, True]
+    assert contexts.cut_to_positions(3).is_whole == [False, True]
 
 
 @given(texts=TEXTS, order=st.integers(2, 6), new=st.integers(1, 40), prefix=st.sampled_from([[], [9]]))
@@ -100,7 +100,7 @@ def test_written_text_has_the_distributions_of_the_definition(texts, order, new,
     width = max(1, *map(len, rows))
     ids, new = torch.tensor([[-1] * (width - len(row)) + row for row in rows]), min(new, width)
     kept = torch.randperm(len(rows) * new).numpy()
-    contexts = Contexts.of_pass(batch_of(ids, new), prefix, kept)
+    contexts = Contexts.from_pass(batch_of(ids, new), prefix, kept)
     question = Question(None, EVERYTHING, NGramSettings(order), contexts, 10)
     said = OwnNGrams().look_up(question, Form.DISTRIBUTION)
     for at, position in enumerate(kept.tolist()):
@@ -134,7 +134,7 @@ def mixed(lm, texts) -> list[float]:
     lm.evaluate(texts, KNNSettings(lam=0.0), table=table)
     below, found = iter([row["p"] for row in table.rows(lm.tokenizer)]), []
     for text in texts:
-        tokens = lm.reader.tokens(text.text).tolist()
+        tokens = lm.reader.tokenize(text.text).tolist()
         for at, token in enumerate(tokens):
             expected, (length, *_) = definition(tokens[:at], NGRAMS.order)
             lam = NGRAMS.by_length[length] if length else 0.0

@@ -220,7 +220,7 @@ def test_scoring_and_the_forward_pass_agree_with_every_component(lm) -> None:
     lm.add(FIRST, domain="first")
     knn = replace(KNN, ngrams=NGramSettings(order=3, lam=0.3), cache=CacheSettings(size=8, lam=0.2))
     pair = {"source": FIRST[0]["source"], "text": "w9 w8 w9 w8 w9 w8"}
-    tokens = lm.reader.tokens(pair["text"]).tolist()
+    tokens = lm.reader.tokenize(pair["text"]).tolist()
     source = make_tokenizer()(pair["source"], return_tensors="pt")
     with torch.no_grad():
         ids = torch.tensor([[EOS, LANGUAGE, *tokens[:-1]]])
@@ -327,7 +327,7 @@ def test_what_is_not_built_for_pairs_is_refused_in_one_line(lm, folder, tmp_path
     with pytest.raises(ConfigError, match="the texts are missing"):
         lm(torch.tensor([[5, 6, EOS]]))
     with pytest.raises(InputError, match="no 'source'"):
-        lm.reader.sources([TextDocument("1", "w5")])
+        lm.reader.tokenize_sources([TextDocument("1", "w5")])
     with pytest.raises(ConfigError, match="an audit needs a causal model"):
         lm.audit(HELD_OUT)
     ids = torch.tensor([[5, 6, EOS]])

@@ -124,7 +124,7 @@ def lm(tokenizer, tmp_path_factory):
 
 def test_what_is_no_pass_of_the_model_is_not_rounded(lm):
     """The mixture of the same keys and logits is the same: autocast is for the model's layers alone."""
-    ids = torch.tensor([[0, *lm.reader.tokens(HELD_OUT[0]).tolist()]])
+    ids = torch.tensor([[0, *lm.reader.tokenize(HELD_OUT[0]).tolist()]])
     seen = []
     handle = lm.base.lm_head.register_forward_hook(lambda _, __, logits: seen.append(logits.dtype))
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
@@ -145,7 +145,8 @@ def test_calibrated_gates_in_mixed_precision(lm):
 def test_trainer_evaluates_in_mixed_precision(lm, tmp_path, monkeypatch):
     monkeypatch.setattr(lm, "knn", replace(EVERYTHING, probes=4))
     ids = [
-        {"input_ids": (one := [0, *lm.reader.tokens(text).tolist()]), "labels": one} for text in HELD_OUT[:3]
+        {"input_ids": (one := [0, *lm.reader.tokenize(text).tolist()]), "labels": one}
+        for text in HELD_OUT[:3]
     ]
     losses = {}
     for half in (False, True):

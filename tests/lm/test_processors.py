@@ -58,7 +58,7 @@ def test_a_causal_model_generates_what_the_component_generates(
 ) -> None:
     prefix, pad = lm.reader.prefix, 2
     texts = [
-        [*prefix, *lm.reader.tokens(text)[:length].tolist()]
+        [*prefix, *lm.reader.tokenize(text)[:length].tolist()]
         for text, length in ((FIRST[0], 7), (SECOND[1], 3))
     ]
     ids = torch.tensor([[pad] * (8 - len(text)) + text for text in texts])
@@ -81,7 +81,7 @@ def test_a_causal_model_generates_what_the_component_generates(
 def test_arrays_of_one_text_are_mixed_as_tensors_are(lm, reader) -> None:
     """As llama-cpp-python calls it."""
     processor = NGramLogitsProcessor(lm.store.home.path, skip=[0])
-    ids = np.array([0, *lm.reader.tokens(FIRST[2])[:5]], np.intc)
+    ids = np.array([0, *lm.reader.tokenize(FIRST[2])[:5]], np.intc)
     scores = np.random.default_rng(0).normal(size=101).astype(np.single)
     scores[[5, 60]] = -np.inf
     mixed = processor(ids, scores)
@@ -89,13 +89,13 @@ def test_arrays_of_one_text_are_mixed_as_tensors_are(lm, reader) -> None:
     assert np.isneginf(mixed[[5, 60]]).all()
     whole = processor(torch.from_numpy(ids.astype(np.int64))[None], torch.from_numpy(scores)[None])
     np.testing.assert_array_equal(mixed, whole[0].numpy())
-    assert int(lm.reader.tokens(FIRST[2])[5]) == int(mixed.argmax())
+    assert int(lm.reader.tokenize(FIRST[2])[5]) == int(mixed.argmax())
 
 
 def test_removed_text_and_missing_domains_count_at_once(make_lm) -> None:
     lm = make_lm({"kept": documents(RNG, FIRST, "f", 4)}, max_length=64)
     lm.add(documents(RNG, SECOND, "s", 8), domain="secret")
-    tokens = lm.reader.tokens(SECOND[0]).tolist()
+    tokens = lm.reader.tokenize(SECOND[0]).tolist()
     ids, answer, scores = torch.tensor([tokens[:4]]), tokens[4], torch.zeros(1, 101)
     processor = NGramLogitsProcessor(lm.store.home.path, domains=["secret", "never"], weight=0.9)
     assert int(processor(ids, scores).argmax()) == answer

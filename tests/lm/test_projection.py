@@ -10,7 +10,7 @@ import knnstore
 from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError, CorruptWeightsError, FingerprintMismatchError
 from knnstore.lm import KNNSettings, settings_to_dict
-from knnstore.lm.keys import fit_projection, hidden_forward
+from knnstore.lm.keys import fit_projection, run_without_head
 from knnstore.lm.reading import Encoder
 from knnstore.lm.reading.sample import sample_documents
 from knnstore.store import KNNStore, SavedSettings
@@ -97,7 +97,7 @@ def test_what_is_stored_and_searched_is_projected(filled) -> None:
         assert lm.knn.k == 20
         loss = -logits.gather(1, inputs[0, 1:, None]).mean().item()
         assert np.exp(loss) == pytest.approx(lm.evaluate([text], lm.knn).knn_ppl, rel=1e-4)
-        assert torch.equal(hidden_forward(lm.base, lm.key_encoder.location, ids[:, :31])[0][0], keys)
+        assert torch.equal(run_without_head(lm.base, lm.key_encoder.location, ids[:, :31])[0][0], keys)
 
 
 def test_a_projection_that_is_lost_or_for_another_store_is_refused(filled, make_lm, tmp_path) -> None:

@@ -35,15 +35,15 @@ def step(lm, texts, tokens, cache, settings):
     """Read tokens of shape (b, t) on; returns the mixed logits after the last, shape (b, v)."""
     with torch.no_grad(), KeyCapture(lm.base, lm.key_encoder.location) as capture:
         output = lm.base(input_ids=tokens, use_cache=True, **as_cache_argument(lm.base, cache))
-    keys, batch = lm.extend_texts(texts, tokens, capture.keys(*tokens.shape), None)
+    keys, batch = lm.extend_texts(texts, tokens, capture.take_keys(*tokens.shape), None)
     last = np.arange(1, len(tokens) + 1) * tokens.shape[1] - 1
-    rows = Rows(output.logits[:, -1], keys[:, -1], Contexts.of_pass(batch, lm.prefix_for(settings), last))
+    rows = Rows(output.logits[:, -1], keys[:, -1], Contexts.from_pass(batch, lm.prefix_for(settings), last))
     return RowMixer(lm.store).mix(rows, settings)
 
 
 @pytest.mark.slow
 def test_a_loop_of_ones_own_generates_what_generate_does(lm) -> None:
-    prompts = torch.tensor([lm.reader.tokens(text)[:6].tolist() for text in (FIRST[0], SECOND[0])])
+    prompts = torch.tensor([lm.reader.tokenize(text)[:6].tolist() for text in (FIRST[0], SECOND[0])])
     texts, cache, tokens, written = [TextState(), TextState()], DynamicCache(), prompts, []
     for _ in range(STEPS):
         tokens = step(lm, texts, tokens, cache, SCOPES).argmax(1, keepdim=True)
@@ -64,7 +64,7 @@ def test_a_loop_of_ones_own_generates_what_generate_does(lm) -> None:
 
 def test_rows_keep_their_scopes_and_a_row_alone_its_logits(lm) -> None:
     """Rows of three settings, out of order, beside each of them alone."""
-    tokens = torch.tensor([lm.reader.tokens(FIRST[1])[:9].tolist()] * 4)
+    tokens = torch.tensor([lm.reader.tokenize(FIRST[1])[:9].tolist()] * 4)
     alone = KNNSettings(lam=0)
     each = [SCOPES[1], alone, SCOPES[0], SCOPES[1]]
     mixed = step(lm, [TextState() for _ in each], tokens, DynamicCache(), each)

@@ -66,7 +66,7 @@ def test_repetition_is_counted(texts) -> None:
     found = Repeated.from_texts(texts)
     assert found.bigrams == pytest.approx([repeated(text, 2) for text in texts])
     assert found.four_grams == pytest.approx([repeated(text, 4) for text in texts])
-    means = found.means("all")
+    means = found.mean_shares("all")
     assert (means.distinct_bigrams, means.repeated_4grams, means.continuations) == pytest.approx(
         (1 - found.bigrams.mean(), found.four_grams.mean(), len(texts))
     )
@@ -86,25 +86,27 @@ def test_texts_repeat_themselves_more_if_one_measure_is_larger_beyond_chance() -
 def test_beginnings_are_those_of_each_document_first(lm) -> None:
     short = replace(HELD_OUT[2], text=" ".join(HELD_OUT[2].text.split()[:20]))
     begun = Beginnings.from_documents(lm.reader, [*HELD_OUT[:2], short])
-    texts = [lm.reader.tokens(document.text).tolist() for document in HELD_OUT[:3]]
+    texts = [lm.reader.tokenize(document.text).tolist() for document in HELD_OUT[:3]]
     parts = [(text, 0) for text in texts] + [(text, first) for first in (31, 62, 93) for text in texts[:2]]
     assert begun.prompts.tolist() == [[0, *text[first : first + 8]] for text, first in parts]
     assert begun.ends == [text[first + 8 : first + 31] for text, first in parts if text is not texts[2]][:6]
     assert len(Beginnings.from_documents(lm.reader, HELD_OUT * 3).prompts) == scoring_only.PROMPTS
     settings = replace(PLAIN, ngrams=NGramSettings(3, 0.3))
-    for prompt, text in zip(begun.prompts[:2].tolist(), begun.generate(lm, settings), strict=False):
+    for prompt, text in zip(
+        begun.prompts[:2].tolist(), begun.generate_continuations(lm, settings), strict=False
+    ):
         assert text == greedy(lm, prompt, settings, 23)
 
 
 def test_a_cache_counts_in_scoring_only_without_generating_with_it(lm, monkeypatch) -> None:
     used = []
-    really = Beginnings.generate
+    really = Beginnings.generate_continuations
 
     def recorded(self, lm, settings):
         used.append(settings.components)
         return really(self, lm, settings)
 
-    monkeypatch.setattr(Beginnings, "generate", recorded)
+    monkeypatch.setattr(Beginnings, "generate_continuations", recorded)
     left, rows = find_scoring_only(lm, HELD_OUT, replace(PLAIN, cache=CACHE))
     assert left == ("cache",)
     assert used == [(), ("keys",)]
@@ -166,7 +168,7 @@ def test_calibrating_saves_it_with_its_figures(make_lm, monkeypatch) -> None:
     lm = make_lm({"phrases": STORED}, max_length=32, stride=16)
     repetitive = make_repetitive_texts()
     found = lm.calibrate(repetitive, networks=False, ngrams=False, repetition=True)
-    settings, record = settings_for(lm.store), CalibrationRecord.of(lm.store)
+    settings, record = settings_for(lm.store), CalibrationRecord.for_selection(lm.store)
     assert record is not None
     assert found.record == record
     assert settings == lm.knn
@@ -174,7 +176,7 @@ def test_calibrating_saves_it_with_its_figures(make_lm, monkeypatch) -> None:
     assert settings == replace(found.comparison.best.settings, scoring_only=("cache",))
     assert [one.of for one in record.written] == ["text", "model", "all but cache"]
     again = make_lm({"phrases": STORED}, max_length=32, stride=16)
-    monkeypatch.setattr(Beginnings, "generate", lambda *_: pytest.fail("nobody asked for it"))
+    monkeypatch.setattr(Beginnings, "generate_continuations", lambda *_: pytest.fail("nobody asked for it"))
     assert again.calibrate(repetitive, networks=False, ngrams=False).settings == settings
 
 
@@ -185,10 +187,10 @@ def test_what_was_fitted_is_saved_before_writing_is_measured_and_measured_again_
     lm = make_lm({"phrases": STORED}, max_length=32, stride=16)
     repetitive = make_repetitive_texts()
     with monkeypatch.context() as broken:
-        broken.setattr(Beginnings, "generate", lambda *_: 1 / 0)
+        broken.setattr(Beginnings, "generate_continuations", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             lm.calibrate(repetitive, networks=False, ngrams=False, repetition=True)
-    settings, record = settings_for(lm.store), CalibrationRecord.of(lm.store)
+    settings, record = settings_for(lm.store), CalibrationRecord.for_selection(lm.store)
     assert settings == lm.knn
     assert record is not None
     assert (settings.cache is not None, settings.scoring_only, record.written) == (True, ("cache",), ())
@@ -197,7 +199,7 @@ def test_what_was_fitted_is_saved_before_writing_is_measured_and_measured_again_
         found = lm.calibrate(repetitive[1:], networks=False, ngrams=False, **options)
         assert found.kept
         assert found.settings == lm.knn == settings_for(lm.store) == settings
-        assert [one.of for one in CalibrationRecord.of(lm.store).written] == of
+        assert [one.of for one in CalibrationRecord.for_selection(lm.store).written] == of
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import torch
 
 import knnstore
 from knnstore.lm import FixedLambda, KNNLMForSeq2SeqLM, KNNSettings
-from knnstore.lm.keys import FINAL_PLACES, LAYER_PLACES, Source, hidden_forward, locate
+from knnstore.lm.keys import FINAL_PLACES, LAYER_PLACES, Source, locate, run_without_head
 from tests.lm.seq2seq import EOS, FAMILIES, Definition, make_model, make_pairs, make_tokenizer
 
 KNN = KNNSettings(k=8, mixer=FixedLambda(0.4), temperature=8.0)
@@ -62,7 +62,7 @@ def test_every_place_of_keys_is_in_the_decoder(lm) -> None:
     for place in (*LAYER_PLACES, *FINAL_PLACES):
         location = locate(lm.base, place)
         assert "decoder" in location.path
-        assert hidden_forward(lm.base, location, torch.tensor([[8, 9]]), source)[0].shape == (1, 2, 32)
+        assert run_without_head(lm.base, location, torch.tensor([[8, 9]]), source)[0].shape == (1, 2, 32)
 
 
 def test_forward_is_the_definition(lm, definition) -> None:
@@ -135,7 +135,7 @@ def test_the_loss_is_that_of_the_mixture(lm) -> None:
     """Labels are not shifted, and the decoder reads them after its first token."""
     (pair,) = HELD_OUT[:1]
     source = make_tokenizer()(pair["source"], return_tensors="pt")
-    labels = torch.tensor([[*lm.family.prefix[1:], *lm.reader.tokens(pair["text"]).tolist()]])
+    labels = torch.tensor([[*lm.family.prefix[1:], *lm.reader.tokenize(pair["text"]).tolist()]])
     lm.base.config.decoder_start_token_id = lm.family.start  # as a checkpoint has it
     with torch.no_grad():
         output = lm(**source, labels=labels, knn=KNN)

@@ -40,7 +40,7 @@ def with_bars() -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize("between", [" ", "  ", "\n", "\n\t"])
 def test_letters_are_those_of_the_text(tokenizer, between):
     tokens = tokenizer(between.join(TEXT.split()), add_special_tokens=False, return_tensors="np").input_ids[0]
-    assert "".join(map(chr, get_token_letters(tokenizer).of(tokens))) == "".join(TEXT.split())
+    assert "".join(map(chr, get_token_letters(tokenizer).from_tokens(tokens))) == "".join(TEXT.split())
 
 
 @pytest.mark.slow

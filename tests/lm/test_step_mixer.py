@@ -56,7 +56,7 @@ class Engine:
             text = self.texts[name] = self.texts[name][:position] + new
             with torch.no_grad(), KeyCapture(self.lm.base, self.lm.key_encoder.location) as capture:
                 output = self.lm.base(torch.tensor([text]))
-            states.append(capture.keys(1, len(text))[0, position:])
+            states.append(capture.take_keys(1, len(text))[0, position:])
             logits.append(output.logits[0, position:])
             tokens += new
             positions += range(position, len(text))
@@ -78,7 +78,7 @@ def settings_of(lm, options: dict, purpose: Purpose) -> KNNSettings:
 
 def prompts(lm) -> list[list[int]]:
     texts = [FIRST[0], SECOND[0], FIRST[3] + " " + FIRST[4], SECOND[2]]
-    return [[*lm.reader.prefix, *lm.reader.tokens(text).tolist()] for text in texts]
+    return [[*lm.reader.prefix, *lm.reader.tokenize(text).tolist()] for text in texts]
 
 
 def test_requests_with_options_of_their_own_generate_what_generate_does(lm, reader) -> None:

@@ -197,8 +197,8 @@ def test_what_was_fitted_to_a_document_that_is_gone_is_not_saved(lm, monkeypatch
         lm.store.remove_domain("phrases")
         return whole(*args, **options)
 
-    whole = calibrating.compare
-    monkeypatch.setattr(calibrating, "compare", compare)
+    whole = calibrating.compare_candidates
+    monkeypatch.setattr(calibrating, "compare_candidates", compare)
     with pytest.raises(InputError, match=r"nothing is saved: .* were removed or replaced in the meantime"):
         lm.calibrate(stored_tokens=3000, max_k=16, networks=False)
     assert lm.store.settings() is None

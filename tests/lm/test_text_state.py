@@ -85,7 +85,7 @@ def test_tokens_that_were_given_as_embeddings_are_not_known() -> None:
 )
 def test_keys_of_padded_passes_are_those_of_whole_texts(passes, count) -> None:
     """Each pass is (t, 3) of whether a position is text; the texts are then read at once, one by one."""
-    rng, joining = np.random.default_rng(0), Joining.from_states(1 + count)
+    rng, joining = np.random.default_rng(0), Joining.from_state_count(1 + count)
     texts, whole, keys = [TextState() for _ in range(3)], [[] for _ in range(3)], [[] for _ in range(3)]
     for columns in passes:
         is_text = np.array(columns).T

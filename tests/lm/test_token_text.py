@@ -49,7 +49,7 @@ def common(one, other):
 
 def pieces_of(texts, before, tokens, *, special=False):
     detokenizer = Detokenizer(texts, before, special=special)
-    return [[*map(detokenizer.take, tokens)], detokenizer.end()]
+    return [[*map(detokenizer.append_token, tokens)], detokenizer.end()]
 
 
 @pytest.mark.slow
@@ -80,9 +80,9 @@ def test_texts_that_decode_to_themselves_are_continued_exactly(kind, prompt, tex
     data = b"".join(piece.data for step in [*steps, last] for piece in step)
     if kind in (*BYTE_LEVEL, *BYTE_FALLBACK) and "\ufffd" not in whole:
         assert data == whole.encode()
-    assert "".join(texts.pieces([*before, *tokens])) == whole
-    assert len(texts.pieces(tokens, before)) == len(tokens)
-    assert decode_tokens(tokenizer, before) + "".join(texts.pieces(tokens, before)) == whole
+    assert "".join(texts.decode_pieces([*before, *tokens])) == whole
+    assert len(texts.decode_pieces(tokens, before)) == len(tokens)
+    assert decode_tokens(tokenizer, before) + "".join(texts.decode_pieces(tokens, before)) == whole
     parts = split_text(texts, prompt, before)
     assert len(parts) == len(before)
     if before:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import knnstore
-from knnstore.datastore import tokens_of
+from knnstore.datastore import tokens_from_ids
 from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError, FingerprintMismatchError, InputError, ReadOnlyError
 from knnstore.lm import CacheSettings, KNNSettings, NGramSettings, TokenTable
@@ -172,13 +172,13 @@ def test_an_interrupted_run_goes_on_where_it_was(lm) -> None:
 
 def test_documents_are_committed_in_time_however_slow_the_model_is(lm, monkeypatch) -> None:
     """Ten tokens a document, 1,000 tokens a second, of which 3,000 were expected by the model's size."""
-    keys, now = lm.key_encoder.keys, [0.0]
+    keys, now = lm.key_encoder.compute_keys, [0.0]
 
     def slowly(ids, at, source):
         now[0] += len(at) / 1000
         return keys(ids, at, source)
 
-    monkeypatch.setattr(lm.key_encoder, "keys", slowly)
+    monkeypatch.setattr(lm.key_encoder, "compute_keys", slowly)
     monkeypatch.setattr(adding, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     weights = sum(one.numel() for one in lm.base.parameters())
     monkeypatch.setattr(adding, "_ASSUMED_OPERATIONS", 3000 * 2 * weights)
@@ -362,7 +362,7 @@ def test_documents_are_told_apart_and_intervals_are_over_them(lm) -> None:
     losses = [(one.tokens, one.tokens * math.log(one.knn_ppl / one.base_ppl)) for one in found.by_document]
     lengths, sums = (np.array(column) for column in zip(*losses, strict=True))
     assert found.intervals.change == pytest.approx(tuple(compute_interval(sums, lengths)), rel=1e-5)
-    groups = found.by("domain")
+    groups = found.group_by("domain")
     assert {value: group.documents for value, group in groups.items()} == {"x": 6, "y": 3, None: 1}
     of_y = lm.evaluate([one for one in held_out if one["domain"] == "y"], settings)
     assert groups["y"].knn.ppl == pytest.approx(of_y.knn_ppl, rel=1e-5)
@@ -388,6 +388,6 @@ def test_half_precision_gives_nearly_the_same_keys(make_lm) -> None:
     found = []
     for dtype in ("float32", "bfloat16"):
         ids, keys, _ = next(make_lm({"d": [text]}, dtype=dtype).store.datastore.iterate())
-        found.append((tokens_of(ids), keys))
+        found.append((tokens_from_ids(ids), keys))
     assert np.array_equal(found[0][0], found[1][0])
     assert np.allclose(found[0][1], found[1][1], atol=0.1)

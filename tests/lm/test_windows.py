@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, MptConfig
 
 from knnstore.errors import ConfigError
-from knnstore.lm.reading.windows import Window, max_length_of, pack, prefix_of, windows
+from knnstore.lm.reading.windows import Window, cut_windows, pack_windows, prefix_of, read_max_length
 
 PREFIX = 7
 
@@ -26,7 +26,7 @@ def test_windows_predict_every_token_once(length, cut, prefix_length):
     max_length, stride = cut
     assume(prefix_length < max_length)
     origin = -prefix_length
-    found = list(windows(length, max_length, stride, prefix_length=prefix_length))
+    found = list(cut_windows(length, max_length, stride, prefix_length=prefix_length))
     predicted = [p for window in found for p in range(window.first, window.stop)]
     assert predicted == list(range(0 if prefix_length else 1, length))
     for window in found:
@@ -42,7 +42,7 @@ def test_windows_predict_every_token_once(length, cut, prefix_length):
 
 
 def test_the_example_of_the_documentation():
-    assert list(windows(10, 6, 3, prefix_length=1)) == [
+    assert list(cut_windows(10, 6, 3, prefix_length=1)) == [
         Window(-1, 5, 0),
         Window(2, 8, 5),
         Window(4, 10, 8),
@@ -63,7 +63,7 @@ def test_batches_read_each_token_after_its_own_context(lengths, cut, batch_token
     edges = np.cumsum([100, *lengths])
     documents = [np.arange(a, b, dtype=np.int32) for a, b in itertools.pairwise(edges)]
     seen = []
-    for batch in pack(
+    for batch in pack_windows(
         documents, prefix=prefix, max_length=max_length, stride=stride, batch_tokens=batch_tokens
     ):
         rows, width = batch.input_ids.shape
@@ -96,9 +96,9 @@ def test_batches_read_each_token_after_its_own_context(lengths, cut, batch_token
 
 def test_nothing_to_predict_gives_no_batch():
     options = {"max_length": 4, "stride": 2, "batch_tokens": 8}
-    assert list(pack([], prefix=[PREFIX], **options)) == []
-    assert list(pack([np.zeros(0, np.int64)], prefix=[PREFIX], **options)) == []
-    assert list(pack([np.array([3])], prefix=[], **options)) == []
+    assert list(pack_windows([], prefix=[PREFIX], **options)) == []
+    assert list(pack_windows([np.zeros(0, np.int64)], prefix=[PREFIX], **options)) == []
+    assert list(pack_windows([np.array([3])], prefix=[], **options)) == []
 
 
 @given(
@@ -112,7 +112,7 @@ def test_every_window_has_the_whole_source_of_its_document(lengths, cut, batch_t
     texts = [np.full(size, document) for document, (size, _) in enumerate(lengths)]
     options = {"prefix": [PREFIX], "max_length": max_length, "stride": stride, "batch_tokens": batch_tokens}
     counts = np.zeros(len(texts), int)
-    for batch in pack(texts, sources=sources, **options):
+    for batch in pack_windows(texts, sources=sources, **options):
         ids, mask = batch.source
         rows = len(batch.input_ids)
         assert len(ids) == len(mask) == rows
@@ -128,15 +128,15 @@ def test_every_window_has_the_whole_source_of_its_document(lengths, cut, batch_t
 @pytest.mark.parametrize(("max_length", "stride"), [(1, 1), (4, 0), (4, 4), (4, 5)])
 def test_bad_sizes_are_refused(max_length, stride):
     with pytest.raises(ConfigError):
-        list(windows(10, max_length, stride, prefix_length=1))
+        list(cut_windows(10, max_length, stride, prefix_length=1))
     with pytest.raises(ConfigError):
-        list(pack([], prefix=[], max_length=max_length, stride=stride, batch_tokens=8))
+        list(pack_windows([], prefix=[], max_length=max_length, stride=stride, batch_tokens=8))
 
 
 def test_a_prefix_that_fills_a_window_is_refused():
     with pytest.raises(ConfigError, match="2 tokens precede every document"):
-        list(windows(10, 2, 1, prefix_length=2))
-    assert len(list(windows(10, 3, 1, prefix_length=2))) == 10
+        list(cut_windows(10, 2, 1, prefix_length=2))
+    assert len(list(cut_windows(10, 3, 1, prefix_length=2))) == 10
 
 
 def test_prefix_is_bos_then_eos():
@@ -146,7 +146,7 @@ def test_prefix_is_bos_then_eos():
 
 
 def test_max_length_comes_from_the_configuration():
-    assert max_length_of(GPT2Config(n_positions=48)) == 48
-    assert max_length_of(MptConfig(max_seq_len=52)) == 52
+    assert read_max_length(GPT2Config(n_positions=48)) == 48
+    assert read_max_length(MptConfig(max_seq_len=52)) == 52
     with pytest.raises(ConfigError, match="max_length"):
-        max_length_of(SimpleNamespace(get_text_config=lambda: SimpleNamespace(model_type="bloom")))
+        read_max_length(SimpleNamespace(get_text_config=lambda: SimpleNamespace(model_type="bloom")))

@@ -20,7 +20,7 @@ import knnstore.cli.root  # so that no step imports it again
 import knnstore.space
 from knnstore.catalog import Identity, NewDocument
 from knnstore.cli import main
-from knnstore.datastore import registry, tokens_of
+from knnstore.datastore import registry, tokens_from_ids
 from knnstore.errors import KnnstoreError
 from knnstore.store import KNNStore, Selection
 
@@ -147,7 +147,7 @@ def check(home: str, tokens: int, *, full: bool = False) -> None:
             gold, keys = of_document(document.id, tokens)
             assert (store.tokens(document.id, domain=document.domain) == gold).all(), document.id
             found = store.search(keys[:5], 1, Selection(domains=(document.domain,)))
-            assert (tokens_of(found.ids[:, 0]) == gold[:5]).all(), document.id
+            assert (tokens_from_ids(found.ids[:, 0]) == gold[:5]).all(), document.id
             assert (found.distances[:, 0] < 1e-2).all(), document.id
             print(document.id)
 
@@ -198,7 +198,7 @@ def run(name: str, arguments: list[Any], options: dict[str, Any], output: Path) 
 
 
 if __name__ == "__main__":
-    registry.load("faiss")  # so that no step imports it again
+    registry.load_adapter("faiss")  # so that no step imports it again
     folder = Path(sys.argv[1])
     for line in sys.stdin:
         name, arguments, options = json.loads(line)

@@ -279,7 +279,7 @@ def test_an_index_that_finds_no_room_names_the_disk(engine, disk, steps) -> None
 @pytest.mark.parametrize("engine", ROOMY)
 def test_what_a_record_takes_is_not_underestimated(engine, tmp_path) -> None:
     """Nor is it overestimated by far: what would fit must not be refused."""
-    adapter, params = registry.load(engine), {"exact_up_to": 100} if engine == "hnswlib" else {}
+    adapter, params = registry.load_adapter(engine), {"exact_up_to": 100} if engine == "hnswlib" else {}
     first, n, dim, taken = 100, 4_000 if engine == "hnswlib" else 40_000, 64, []
     keys = np.random.default_rng(0).standard_normal((n, dim)).astype(np.float32)
     ids = record_ids(np.arange(n), np.zeros(n, np.int64))

@@ -24,7 +24,7 @@ loaded = sorted({name.partition(".")[0] for name in sys.modules})
 from importlib.metadata import entry_points
 from pathlib import Path
 import knnstore.catalog as catalog
-from knnstore.catalog.schema import script_location
+from knnstore.catalog.schema import find_migrations_folder
 
 url = catalog.parse_url("sqlite:///" + sys.argv[1])
 identity = catalog.Identity("m", "a", "b", "final_hidden", 8, "l2", 100, 64, 32)
@@ -33,7 +33,7 @@ again = catalog.Catalog.open(url)
 print(json.dumps({
     "loaded": loaded,
     "package": str(Path(knnstore.__file__).parent),
-    "migrations": str(script_location()),
+    "migrations": str(find_migrations_folder()),
     "dim": again.identity.dim,
     "adapters": {
         point.name: sys.modules[point.load().__module__.partition(".")[0]].__file__

@@ -24,7 +24,7 @@ def number(text):
 def record_size(engine, width, kept_as=""):
     """As `add` counts it: with the parameters that a row of the page names."""
     options = dict(re.findall(r"--(codes) (\w+)", kept_as) + re.findall(r"--param (\w+)=(\w+)", kept_as))
-    return registry.load(engine).record_size(width, **options)
+    return registry.load_adapter(engine).record_size(width, **options)
 
 
 @pytest.mark.parametrize("row", rows("asks the disk"), ids=" ".join)

@@ -32,7 +32,7 @@ from knnstore.lm import (
     TokenTable,
     settings_for,
 )
-from knnstore.lm.mixing import other_mixers
+from knnstore.lm.mixing import load_plugin_mixers
 
 ROOT = Path(__file__).parent.parent.parent
 MODEL = ROOT / "examples" / "tiny-lm"
@@ -165,7 +165,7 @@ def record_calibration(lm: KNNLMForCausalLM) -> dict[str, Any]:
         "candidates": {
             one.name: one.held_out.ppl
             for one in found.comparison.candidates
-            if one.name not in other_mixers()  # of packages that may be installed
+            if one.name not in load_plugin_mixers()  # of packages that may be installed
         },
         "best": found.comparison.best.name,
         "expected": found.comparison.expected.ppl,

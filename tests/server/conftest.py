@@ -29,7 +29,7 @@ from knnstore.catalog import AccessKeys, Catalog, Right
 from knnstore.cli import app as cli
 from knnstore.server.access import Gate
 from knnstore.server.app import Options, make_app
-from knnstore.server.connections import connections
+from knnstore.server.connections import create_connection_class
 from knnstore.server.metrics import Metrics
 from knnstore.server.serving import Limits, Serving
 from knnstore.server.upstream import UpstreamAddress
@@ -263,7 +263,7 @@ class Listening(Application):
         super().__init__(home, local_only=not options.get("require_keys", True), **options)
         self._opened = ExitStack()
         limits = Limits()
-        connection = connections(limits.head_seconds, limits.answer_seconds)
+        connection = create_connection_class(limits.head_seconds, limits.answer_seconds)
         self._server = self._opened.enter_context(listening(self.app, connection))
         self.url = f"http://127.0.0.1:{self._server.address[1]}"
 

@@ -44,7 +44,7 @@ def change(server, method: str, path: str, **options):
 def test_texts_go_on_while_the_store_is_changed(server, monkeypatch, kind):
     store = server.serving.lm.store
     target, name = {
-        "tokenizing": (new_documents, "in_chunks"),
+        "tokenizing": (new_documents, "chunk_documents"),
         "adding": (store, "ingest"),
         "removing": (store, "remove_document"),
         "removing a domain": (store, "remove_domain"),

@@ -44,12 +44,12 @@ def test_a_conversation_goes_on_as_the_template_has_it(talking):
     lm = knnstore.load(home)
     lm.knn = settings_for(lm.store, Selection(domains=("talks",)))
     with lm.store, torch.inference_mode():
-        tokens = lm.reader.tokens("u: The council\na:").tolist()
+        tokens = lm.reader.tokenize("u: The council\na:").tolist()
         inputs = torch.tensor([tokens])
         written = lm.generate(
             inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=12, do_sample=False, pad_token_id=0
         )
-        expected = lm.reader.text(written[0, len(tokens) :].tolist())
+        expected = lm.reader.decode(written[0, len(tokens) :].tolist())
         log_probs = lm(written).logits[0, len(tokens) - 1 : -1].log_softmax(-1)
     choice = whole.choices[0]
     assert (whole.object, choice.message.role, choice.message.content) == (

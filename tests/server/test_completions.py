@@ -14,7 +14,7 @@ import torch
 import knnstore
 from knnstore import KNNSettings, Selection
 from knnstore.lm import settings_for
-from knnstore.server.connections import connections
+from knnstore.server.connections import create_connection_class
 from knnstore.server.engine import Observed, Ticket
 from tests.server.conftest import listening, wait_until
 
@@ -62,14 +62,14 @@ def test_greedy_text_is_that_of_generate_in_the_scope(server, lm, domains):
     assert found.choices[0].text == expected
     assert found.choices[0].finish_reason == "length"
     assert found.object == "text_completion"
-    tokens = len(lm.reader.tokens(HARBOUR))
+    tokens = len(lm.reader.tokenize(HARBOUR))
     assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (tokens, 20)
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
 def test_echo_scores_every_token_of_the_prompt(server, lm, as_ids):
     text = "Déjà vu in the harbour 🙂 wall"
-    ids = lm.reader.tokens(text).tolist()
+    ids = lm.reader.tokenize(text).tolist()
     given = ids if as_ids else text
     found = server.client().completions.create(
         model="tiny+letters",
@@ -94,12 +94,12 @@ def test_echo_scores_every_token_of_the_prompt(server, lm, as_ids):
         assert number in top.values()
     assert choice.text.startswith(text)
     assert [choice.text[at:][:1] for at in listed.text_offset[:-1]] == [
-        text[len(lm.reader.text(ids[:at]).rstrip("\ufffd")) :][:1] for at in range(len(ids))
+        text[len(lm.reader.decode(ids[:at]).rstrip("\ufffd")) :][:1] for at in range(len(ids))
     ]
 
 
 def test_scoring_alone_and_ids_in_place_of_texts(server, lm):
-    ids = [lm.reader.tokens(text).tolist() for text in ("The council said", "winter storms in the morning")]
+    ids = [lm.reader.tokenize(text).tolist() for text in ("The council said", "winter storms in the morning")]
     found = server.client().completions.create(
         model="tiny",
         prompt=ids,
@@ -110,7 +110,7 @@ def test_scoring_alone_and_ids_in_place_of_texts(server, lm):
     )
     assert [choice.index for choice in found.choices] == [0, 1]
     for choice, tokens in zip(found.choices, ids, strict=True):
-        assert choice.text == lm.reader.text(tokens)
+        assert choice.text == lm.reader.decode(tokens)
         assert choice.logprobs.tokens == [f"token_id:{token}" for token in tokens]
         rows = log_probs(lm, tokens, settings_of(lm))
         gold = [rows[at, token] for at, token in enumerate(tokens[1:])]
@@ -194,7 +194,7 @@ def test_a_text_ends_at_a_string_that_spans_tokens(server):
 
 def test_the_field_knn_narrows_and_tunes(server, lm):
     client = server.client()
-    ids = lm.reader.tokens("The council said the harbour wall").tolist()
+    ids = lm.reader.tokenize("The council said the harbour wall").tolist()
 
     def scores(model, **knn):
         found = client.completions.create(
@@ -256,7 +256,7 @@ def test_explain_and_the_tokenizer(server, lm):
     tokens = server.call("POST", "/tokenize", json={"prompt": "Déjà vu", "add_special_tokens": False}).json()[
         "tokens"
     ]
-    assert tokens == lm.reader.tokens("Déjà vu").tolist()
+    assert tokens == lm.reader.tokenize("Déjà vu").tolist()
     assert server.call("POST", "/detokenize", json={"tokens": tokens}).json() == {"prompt": "Déjà vu"}
     assert server.call("GET", "/tokenizer_info").json()["eos_token"] == "<|end|>"
 
@@ -346,7 +346,7 @@ def test_a_client_that_leaves_ends_its_texts(within, monkeypatch, streamed):
     sent = json.dumps({**body, "stream": streamed}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     try:
-        with listening(within.app, connections(20)) as server:
+        with listening(within.app, create_connection_class(20)) as server:
             with socket.create_connection(server.address) as client:
                 client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(sent) + sent)
                 if streamed:

@@ -145,7 +145,7 @@ def test_mixes_are_what_each_would_be_alone(lm, engine, count):
     listeners = []
     for number in range(count):
         prompts = tuple(
-            Prompt(tuple(lm.reader.tokens(rng.choice(texts)).tolist()[: rng.choice([1, 2, 5, 50])]))
+            Prompt(tuple(lm.reader.tokenize(rng.choice(texts)).tolist()[: rng.choice([1, 2, 5, 50])]))
             for _ in range(rng.choice([1, 1, 1, 3]))
         )
         sampling = Sampling(rng.choice([0, 0, 0.7, 1.0, 1.6]), rng.choice([1.0, 0.9, 0.5]), number)
@@ -161,7 +161,7 @@ def test_mixes_are_what_each_would_be_alone(lm, engine, count):
             ended_early += finish == "stop"
             body = tokens[:-1] if finish == "stop" else tokens
             prompt = list(listener.task.prompts[index // listener.task.copies].tokens)
-            whole, before = lm.reader.text(prompt + body), lm.reader.text(prompt)
+            whole, before = lm.reader.decode(prompt + body), lm.reader.decode(prompt)
             if not before.endswith("\ufffd"):
                 assert whole == before + text
             sampled.add(tuple(tokens))
@@ -170,12 +170,12 @@ def test_mixes_are_what_each_would_be_alone(lm, engine, count):
 
 
 def test_greedy_text_is_that_of_generate(lm, engine):
-    prompt = Prompt((*lm.reader.prefix, *lm.reader.tokens("The council").tolist()), 1)
+    prompt = Prompt((*lm.reader.prefix, *lm.reader.tokenize("The council").tolist()), 1)
     listener = Listener(Task((prompt,), "news", 30, sampling=Sampling(0)))
     engine.submit(listener.ticket)
     expected = lm.generate_text("The council", max_new_tokens=30, do_sample=False, knn=SETTINGS["news"])
     tokens, text, finish = listener.written()[0]
-    assert text + lm.reader.text(tokens[-1:]) * (finish == "stop") == expected
+    assert text + lm.reader.decode(tokens[-1:]) * (finish == "stop") == expected
 
 
 @pytest.mark.slow
@@ -185,7 +185,7 @@ def test_a_text_alone_is_drafted_and_what_it_would_be_without(lm):
     engine = Engine(lm, SETTINGS.__getitem__, observe=steps.append)
     engine.start()
     texts = "The harbour", "The harbour, the harbour"
-    prompts = [Prompt(tuple(lm.reader.tokens(text).tolist())) for text in texts]
+    prompts = [Prompt(tuple(lm.reader.tokenize(text).tolist())) for text in texts]
     samplings = [Sampling(0), Sampling(0.7, 0.9, 1), Sampling(1.0, 1.0, 2)]
     tasks = [Task((one,), "n-grams", 40, sampling=how) for one in prompts for how in samplings]
     beside = Task((prompts[0],), "letters", 3, sampling=Sampling(0))
@@ -219,7 +219,7 @@ def test_a_text_alone_is_drafted_and_what_it_would_be_without(lm):
 
 def test_texts_together_are_drafted_and_each_is_what_it_would_be_alone(lm, monkeypatch):
     """Drafts are right up to a random token, so each text gets another number of tokens from each step."""
-    prompts = [Prompt(tuple(lm.reader.tokens(text).tolist())) for text in ("The harbour", "Prices", "The")]
+    prompts = [Prompt(tuple(lm.reader.tokenize(text).tolist())) for text in ("The harbour", "Prices", "The")]
     tasks = [
         Task((prompt,), knn, most, sampling=how)
         for prompt, most in zip(prompts, (40, 23, 31), strict=True)
@@ -282,10 +282,10 @@ def test_a_long_draft_leads_no_other_text_beyond_the_last_position(lm, monkeypat
 
 
 def test_a_string_that_ends_one_text_of_a_batch_ends_it_within_a_draft(lm, monkeypatch):
-    prompt = Prompt(tuple(lm.reader.tokens("The harbour").tolist()))
+    prompt = Prompt(tuple(lm.reader.tokenize("The harbour").tolist()))
     plain = Task((prompt,), "n-grams", 24, sampling=Sampling(0))
     tokens = write_alone(lm, plain, 0)
-    text = lm.reader.text(tokens)
+    text = lm.reader.decode(tokens)
     stop = text[len(text) // 2 :][:3]
     monkeypatch.setattr(
         batch,
@@ -349,7 +349,7 @@ def test_gaps_are_refused_where_they_would_fill_the_mask_of_the_model():
 
 def test_prompts_are_scored_with_what_counts_in_scoring_only(lm, engine):
     prompt = Prompt(
-        (*lm.reader.prefix, *lm.reader.tokens("The harbour, the harbour, the harbour").tolist()), 1
+        (*lm.reader.prefix, *lm.reader.tokenize("The harbour, the harbour, the harbour").tolist()), 1
     )
     listener = Listener(Task((prompt,), "scoring", 0, score_prompt=True, top=0))
     engine.submit(listener.ticket)
@@ -363,7 +363,7 @@ def test_prompts_are_scored_with_what_counts_in_scoring_only(lm, engine):
 
 @pytest.mark.slow
 def test_a_cancelled_task_makes_room_and_the_others_go_on(lm, engine):
-    prompt = Prompt(tuple(lm.reader.tokens("The harbour").tolist()))
+    prompt = Prompt(tuple(lm.reader.tokenize("The harbour").tolist()))
     listeners = [
         Listener(Task((prompt,), "letters", 80, sampling=Sampling(1.0, 1.0, seed))) for seed in range(12)
     ]
@@ -383,7 +383,7 @@ def test_a_full_engine_refuses_and_a_failing_task_fails_alone(lm):
     held, free = threading.Event(), threading.Event()
     blocking = engine.call(lambda: (held.set(), free.wait(240)))
     assert held.wait(240)
-    prompt = Prompt(tuple(lm.reader.tokens("The").tolist()))
+    prompt = Prompt(tuple(lm.reader.tokenize("The").tolist()))
     good, bad = (
         Listener(Task((prompt,), "news", 3)),
         Listener(Task((prompt,), "nothing", 3, score_prompt=True, top=0)),
@@ -404,7 +404,7 @@ def test_a_full_engine_refuses_and_a_failing_task_fails_alone(lm):
 def test_stopping_tells_whoever_waits(lm):
     engine = Engine(lm, SETTINGS.__getitem__)
     engine.start()
-    prompt = Prompt(tuple(lm.reader.tokens("The").tolist()))
+    prompt = Prompt(tuple(lm.reader.tokenize("The").tolist()))
     listeners = [Listener(Task((prompt,), "news", 10_000, sampling=Sampling(1.0, 1.0, 1))) for _ in range(30)]
     held = threading.Event()
     engine.call(held.wait)
@@ -425,7 +425,7 @@ def test_stopping_tells_whoever_waits(lm):
 
 @pytest.mark.parametrize("knn", ["cache", "n-grams", "news"])
 def test_a_prompt_read_in_parts_is_that_read_at_once(lm, knn):
-    ids = lm.reader.tokens("The council said the harbour wall was in the storm " * 5).tolist()[:60]
+    ids = lm.reader.tokenize("The council said the harbour wall was in the storm " * 5).tolist()[:60]
     whole, parts = (Prefill(lm, ids, is_scored=True, is_continued=False) for _ in range(2))
 
     def go_on(reading, most):
@@ -448,7 +448,7 @@ def test_a_prompt_read_in_parts_is_that_read_at_once(lm, knn):
 
 
 def test_texts_go_on_beside_work_that_takes_long(lm, engine):
-    prompt = Prompt(tuple(lm.reader.tokens("The").tolist()))
+    prompt = Prompt(tuple(lm.reader.tokenize("The").tolist()))
     tasks = [Task((prompt,), "news", 60, sampling=Sampling(1.0, 1.0, seed)) for seed in range(40)]
     expected, task = next((text, one) for one in tasks if len(text := write_alone(lm, one, 0)) > 7)
     listener = Listener(task)
@@ -468,7 +468,7 @@ def test_texts_go_on_beside_work_that_takes_long(lm, engine):
 @pytest.mark.parametrize(("most", "begun"), [(1024, [3, 3]), (4, [2, 3]), (2, [1, 2])])
 def test_who_comes_while_prompts_are_read_waits_for_no_step(lm, monkeypatch, most, begun):
     monkeypatch.setattr(admission, "_MAX_TURN_TOKENS", most)
-    prompt = Prompt(tuple(lm.reader.tokens("The harbour").tolist()[:2]))
+    prompt = Prompt(tuple(lm.reader.tokenize("The harbour").tolist()[:2]))
     running, *coming = (
         Listener(Task((prompt,), knn, 90, sampling=Sampling(1.0, 1.0, 5)))
         for knn in ("alone", "news", "news", "news")
@@ -497,7 +497,7 @@ def test_who_comes_while_prompts_are_read_waits_for_no_step(lm, monkeypatch, mos
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(lm, engine, monkeypatch):
     monkeypatch.setattr(admission, "_CHUNK_TOKENS", 4)
-    ids = lm.reader.tokens("The council said the harbour wall was in the storm").tolist()[:14]
+    ids = lm.reader.tokenize("The council said the harbour wall was in the storm").tolist()[:14]
     running, long, other, short = (
         Listener(Task((Prompt(tuple(tokens)),), "letters", 40, sampling=Sampling(1.0, 1.0, 5)))
         for tokens in (ids[:2], ids, ids[1:], ids[:3])
@@ -529,7 +529,7 @@ def test_what_prompts_of_one_pass_are_padded_to_counts(lm, engine, monkeypatch):
         prefill_together(lm, readings, settings)
 
     monkeypatch.setattr(admission, "prefill_together", spied)
-    ids = lm.reader.tokens("The council said the harbour wall was in the storm").tolist()
+    ids = lm.reader.tokenize("The council said the harbour wall was in the storm").tolist()
     lengths = [9, 2, 2, 2, 2]
     listeners = [
         Listener(Task((Prompt(tuple(ids[:length])),), "news", 3, sampling=Sampling(1.0, 1.0, 5)))
@@ -548,7 +548,7 @@ def test_what_prompts_of_one_pass_are_padded_to_counts(lm, engine, monkeypatch):
 
 
 def test_a_task_of_many_prompts_does_not_hold_up_another(lm, engine):
-    prompt = Prompt(tuple(lm.reader.tokens("The harbour").tolist()))
+    prompt = Prompt(tuple(lm.reader.tokenize("The harbour").tolist()))
     order: list[str] = []
     tasks = {"many": Task((prompt,) * 40, "news", 2), "one": Task((prompt,), "news", 2)}
     listeners = {name: Listener(task) for name, task in tasks.items()}
@@ -569,7 +569,7 @@ def test_a_store_that_fails_for_some_texts_fails_no_others(lm):
             raise RuntimeError("the domain is damaged")
         return SETTINGS[name]
 
-    prompt = Prompt(tuple(lm.reader.tokens("The").tolist()))
+    prompt = Prompt(tuple(lm.reader.tokenize("The").tolist()))
     good, bad = (
         next(one for one in tasks if len(write_alone(lm, one, 0)) > 7)
         for tasks in (

@@ -22,13 +22,13 @@ def requests(kind: str, pairs: list[tuple[object, ...]]):
 
 def likeliest_after(lm, text: str) -> str:
     """The most probable of the tokens that are words and stay apart from what is before them."""
-    ids = lm.reader.tokens(text).tolist()
+    ids = lm.reader.tokenize(text).tolist()
     with torch.inference_mode():
         ranked = lm(torch.tensor([ids])).logits[0, -1].argsort(descending=True).tolist()
     return next(
         word
-        for word in (lm.reader.text([token]) for token in ranked)
-        if word.startswith(" ") and len(lm.reader.tokens(text + word)) == len(ids) + 1
+        for word in (lm.reader.decode([token]) for token in ranked)
+        if word.startswith(" ") and len(lm.reader.tokenize(text + word)) == len(ids) + 1
     )
 
 

@@ -49,7 +49,7 @@ def spaced_tokenizer(*added: str, by_normalizer: bool = False) -> PreTrainedToke
 )
 def test_the_parts_stand_as_the_model_has_learned_them(names, order) -> None:
     tokenizer = byte_tokenizer(*names, "<|file_sep|>")
-    infilling = Infilling.find(tokenizer, len(tokenizer))
+    infilling = Infilling.find_tokens(tokenizer, len(tokenizer))
     tokens = infilling.make_prompt(tokenizer, "before", "after")
     assert tokenizer.decode(tokens) == order.format(*names)
     assert infilling.ends == {*tokenizer.convert_tokens_to_ids([*names, "<|file_sep|>"])}
@@ -59,7 +59,7 @@ def test_the_parts_stand_as_the_model_has_learned_them(names, order) -> None:
 def test_a_suffix_gets_no_space_that_it_does_not_have(by_normalizer) -> None:
     names = ("▁<PRE>", "▁<SUF>", "▁<MID>")
     tokenizer = spaced_tokenizer(*names, by_normalizer=by_normalizer)
-    infilling = Infilling.find(tokenizer, len(tokenizer))
+    infilling = Infilling.find_tokens(tokenizer, len(tokenizer))
     tokens = infilling.make_prompt(tokenizer, "ab", "c)")
     assert tokenizer.convert_ids_to_tokens(tokens) == [names[0], "▁", "a", "b", names[1], "c", ")", names[2]]
     tokens = infilling.make_prompt(tokenizer, "ab", " c)")
@@ -68,7 +68,7 @@ def test_a_suffix_gets_no_space_that_it_does_not_have(by_normalizer) -> None:
 
 def test_names_of_special_tokens_in_a_text_are_text() -> None:
     tokenizer = byte_tokenizer(*QWEN)
-    infilling = Infilling.find(tokenizer, len(tokenizer))
+    infilling = Infilling.find_tokens(tokenizer, len(tokenizer))
     tokens = infilling.make_prompt(tokenizer, "a<|fim_middle|>b", "<|fim_suffix|>")
     special = set(tokenizer.convert_tokens_to_ids([*QWEN]))
     assert [token for token in tokens if token in special] == tokenizer.convert_tokens_to_ids([*QWEN])
@@ -79,8 +79,8 @@ def test_names_of_special_tokens_in_a_text_are_text() -> None:
 
 def test_a_tokenizer_or_a_model_without_the_tokens_cannot() -> None:
     tokenizer = byte_tokenizer(*QWEN)
-    assert Infilling.find(byte_tokenizer(*QWEN[:2]), 10_000) is None
-    assert Infilling.find(tokenizer, len(tokenizer) - 1) is None
+    assert Infilling.find_tokens(byte_tokenizer(*QWEN[:2]), 10_000) is None
+    assert Infilling.find_tokens(tokenizer, len(tokenizer) - 1) is None
 
 
 def make_infilling_home(folder: Path, **options: int) -> Path:
@@ -217,7 +217,7 @@ def test_what_is_far_from_the_cursor_is_left_out(server) -> None:
     long = {"input_prefix": "x" * 5000 + "The council", "input_suffix": " voted." + "y" * 5000}
     assert infill(server, **long)["tokens_evaluated"] + 12 <= window + 1
     tokenizer = byte_tokenizer(*QWEN)
-    infilling = Infilling.find(tokenizer, len(tokenizer))
+    infilling = Infilling.find_tokens(tokenizer, len(tokenizer))
 
     def parts(*texts: str) -> list[str]:
         tokens = infilling.make_prompt(tokenizer, *texts, limit=43)

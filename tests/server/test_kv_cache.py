@@ -63,5 +63,5 @@ def test_rows_come_and_go_and_each_keeps_its_own():
                 assert not held[0][at][:, : int(mask[at].int().argmax())].any()  # padding has no NaN
             gaps += int((~mask[at, int(mask[at].int().argmax()) :]).sum())
             rows[at] = [*tokens, *new[at][: kept[at]]], whole[..., : len(tokens) + kept[at], :]
-        batch_cache.keep_tokens(kept)
+        batch_cache.keep_first_tokens(kept)
     assert gaps > 1000

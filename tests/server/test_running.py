@@ -165,7 +165,7 @@ def test_it_is_warm_before_it_is_ready(inside, prepared):
         body = {"model": model, "prompt": "The council", "max_tokens": 1}
         assert server.call("POST", "/v1/completions", json=body).status_code == 200
     assert not made, "the settings of a first request were not there"
-    server.serving.reload()
+    server.serving.reload_caches()
     assert {scope.domains for scope in made} == {("letters",), ("news",), ("letters", "news")}
 
 

@@ -44,7 +44,7 @@ def test_is_what_the_distribution_says(lm, name, monkeypatch):
     monkeypatch.setattr(interpolation, "_VALUES_CPU", 2000)  # a few rows at a time
     settings, draw = SETTINGS[name], torch.Generator().manual_seed(0)
     texts = [torch.randint(1, 290, (1, length), generator=draw) for length in (40, 1, 17, 2)]
-    texts[0][0, 10:20] = torch.tensor(lm.reader.tokens("The council voted to repair the harbour wall")[:10])
+    texts[0][0, 10:20] = torch.tensor(lm.reader.tokenize("The council voted to repair the harbour wall")[:10])
     parts = [read_part(lm, text, DynamicCache(), TextState(), settings) for text in texts]
     gold = [torch.randint(0, 290, (text.shape[1],), generator=draw) for text in texts]
     found = score_targets(lm, parts, gold, settings, 3)

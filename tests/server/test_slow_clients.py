@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from knnstore.server.app import Options, make_app
-from knnstore.server.connections import connections
+from knnstore.server.connections import create_connection_class
 from knnstore.server.metrics import Metrics
 from tests.server.conftest import clocked, listening, wait_until
 
@@ -37,14 +37,14 @@ def application(served):
 @pytest.fixture(scope="module")
 def impatient(application):
     """The address of a server in this process with that application."""
-    with listening(application, connections(60)) as server:
+    with listening(application, create_connection_class(60)) as server:
         yield server.address
 
 
 @pytest.fixture
 def timed(application):
     """The address of a server that waits half a second for a head, and the clocks of its connections."""
-    kind, clocks = clocked(connections(0.5))
+    kind, clocks = clocked(create_connection_class(0.5))
     with listening(application, kind) as server:
         yield server.address, clocks
 

@@ -69,7 +69,7 @@ def test_a_text_may_hold_the_names_of_special_and_added_tokens(kind):
         asked = ResponseFormat(type="json_schema", json_schema={"name": "x", "schema": {"const": text}})
         constraint, tokens, is_complete = constraints.make_constraint(asked), [], False
         while not is_complete:
-            tokens.append(int(constraint.restrict(torch.zeros(len(tokenizer))).argmax()))
+            tokens.append(int(constraint.mask_log_probs(torch.zeros(len(tokenizer))).argmax()))
             is_complete = constraint.advance(tokens[-1])
         assert not {*tokens} & {*tokenizer.get_added_vocab().values()} - {tokenizer.eos_token_id}
         assert json.loads(tokenizer.decode(tokens, skip_special_tokens=True)) == text

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from knnstore.server.connections import connections
+from knnstore.server.connections import create_connection_class
 from knnstore.server.engine import MOST_BEHIND, MOST_UNREAD, Ticket
 from knnstore.server.frame import Frame
 from tests.server.conftest import Clock, Inside, clocked, listening, wait_until
@@ -47,7 +47,7 @@ class Serving:
 
 @pytest.fixture
 def large(server):
-    kind, clocks = clocked(connections(20, 1))
+    kind, clocks = clocked(create_connection_class(20, 1))
 
     async def answer(scope, receive, send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})

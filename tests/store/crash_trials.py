@@ -27,7 +27,7 @@ import numpy as np
 from knnstore import failpoints
 from knnstore.catalog import Identity, NewDocument
 from knnstore.datastore import registry
-from knnstore.datastore.records import tokens_of
+from knnstore.datastore.records import tokens_from_ids
 from knnstore.errors import KnnstoreError
 from knnstore.store import KNNStore
 
@@ -102,7 +102,10 @@ def plan_and_encode(store: KNNStore) -> None:
     """Make a plan in the store's folder, and write the keys of its shards."""
     from knnstore.distributed.plan_folder import Plan, PlanFolder, PlannedDocument, ShardWriter  # slow
 
-    folder, versions = PlanFolder(store.home.path / "plan"), store.versions("a", [id for _, id in PLANNED])
+    folder, versions = (
+        PlanFolder(store.home.path / "plan"),
+        store.stored_versions("a", [id for _, id in PLANNED]),
+    )
     with ShardWriter(folder, store.id, 0) as writer:
         for (domain, id), version in PLANNED.items():
             document = NewDocument(id, domain, f"{version:064d}", tokens_for(domain, id, version))
@@ -154,7 +157,7 @@ def contents(store: KNNStore) -> Contents:
     if parts:
         owners = np.repeat(np.arange(len(live)), [len(part) for _, part in parts])
         found = store.search(np.concatenate([keys for keys, _ in parts]), 1)
-        wrong = (tokens_of(found.ids[:, 0]) != tokens) | (found.distances[:, 0] > NEAR)
+        wrong = (tokens_from_ids(found.ids[:, 0]) != tokens) | (found.distances[:, 0] > NEAR)
         assert not wrong.any(), f"not whole: {[list(live)[at] for at in np.unique(owners[wrong])]}"
         places = [source and (source.domain, source.document) for source in store.provenance(found.ids[:, 0])]
         assert places == [list(live)[at] for at in owners], "wrong source"
@@ -190,7 +193,7 @@ def child(work: Callable[[], object]) -> int:
 
 def warm_up(home: Path, operation: Operation) -> None:
     """Import and compile once, here, and not in every child; by an engine that starts no threads."""
-    registry.load = functools.cache(registry.load)  # which reads the metadata of all packages
+    registry.load_adapter = functools.cache(registry.load_adapter)  # which reads the metadata of all packages
     prepare(home, operation)
     with KNNStore.open(home, "a") as store:
         contents(store)

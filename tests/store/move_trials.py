@@ -70,7 +70,7 @@ def only(home: Path, location: str) -> None:
 def durable(home: Path) -> int:
     """How many records the target holds."""
     try:
-        with registry.load(ENGINE).open(home / TARGET, dim=DIM, mode="r") as target:
+        with registry.load_adapter(ENGINE).open(home / TARGET, dim=DIM, mode="r") as target:
             return target.count()
     except DatastoreNotFoundError:
         return 0

@@ -224,7 +224,7 @@ def recorded(folder: Path) -> list[Event]:
 
 
 def main(folder: Path, count: int, mutants: int) -> None:
-    registry.load = functools.cache(registry.load)  # which reads the metadata of all packages
+    registry.load_adapter = functools.cache(registry.load_adapter)  # which reads the metadata of all packages
     os.umask(0o077)  # as the home was, so that nobody is warned of each image
     events = recorded(folder)
     images: Counter[str] = Counter()

@@ -16,7 +16,7 @@ PRECISIONS = {"float32": np.float32, "float16": np.float16}
 def stored_checksums(home: Path) -> dict[int, str]:
     catalog = Catalog.open(Home.open(home).catalog_url)
     try:
-        return catalog.checksums()
+        return catalog.key_checksums()
     finally:
         catalog.close()
 
@@ -62,7 +62,7 @@ def test_whatever_is_done_to_a_store_its_checksums_fit(qdrant, home, qdrant_serv
 def test_a_store_of_before_gets_its_checksums_from_repair(qdrant, home) -> None:
     with KNNStore.open(home, "a") as store:
         taken = stored_checksums(home)
-        CatalogWriter(store._catalog).move(store.engine)  # leaves none
+        CatalogWriter(store._catalog).switch_engine(store.engine)  # leaves none
     with KNNStore.open(home, "a") as store:
         assert store.verify() == []
         assert stored_checksums(home) == {}

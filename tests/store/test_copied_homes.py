@@ -224,7 +224,7 @@ def test_a_whole_copy_owns_its_keys(victim, old_claim, writer_of) -> None:
         store.remove_domain("law")
         store.erase()
     assert_unharmed(victim, before, writer_of)
-    assert str(victim / "catalog.db") in str(registry.load("faiss").owner(victim / "keys"))
+    assert str(victim / "catalog.db") in str(registry.load_adapter("faiss").owner(victim / "keys"))
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from knnstore.datastore import tokens_of
+from knnstore.datastore import tokens_from_ids
 from knnstore.errors import CorruptDatastoreError, KnnstoreError
 from knnstore.store import KNNStore, Selection
 
@@ -72,7 +72,7 @@ def check_search(store: KNNStore, writer, members: list[tuple[str, str]], **chos
     distances = ((keys.astype(np.float64) - query[:, None]) ** 2).sum(axis=2)
     nearest = np.argsort(distances, axis=1)[:, :20]
     found = store.search(query, 20, Selection(**chosen))
-    assert tokens_of(found.ids).tolist() == tokens[nearest].tolist()
+    assert tokens_from_ids(found.ids).tolist() == tokens[nearest].tolist()
     assert found.distances == pytest.approx(np.take_along_axis(distances, nearest, axis=1), rel=1e-3)
 
 

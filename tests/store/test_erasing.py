@@ -229,7 +229,7 @@ def test_a_removal_that_was_left_half_done_is_finished_first(tmp_path: Path) -> 
         gone = needles(store, "b")
         writing = store._changes
         assert writing
-        writing.writer.retire(store._catalog.rows(id="id-b"))  # the rest found no room
+        writing.writer.mark_as_deleting(store._catalog.rows(id="id-b"))  # the rest found no room
         store.erase()
         is_whole(store, "a")
         assert seen(gone, home) == {}
@@ -242,13 +242,13 @@ def test_keys_that_a_move_has_just_switched_to_are_not_taken_for_its_leftover(
         add(store, "a")
         writing = store._changes
         assert writing
-        move = writing.writer.move
+        move = writing.writer.switch_engine
 
         def answer_lost(*arguments: Any) -> None:
             move(*arguments)
             raise StoreUnavailableError("the connection broke")
 
-        monkeypatch.setattr(writing.writer, "move", answer_lost)
+        monkeypatch.setattr(writing.writer, "switch_engine", answer_lost)
         with pytest.raises(StoreUnavailableError):
             store.move("faiss", "elsewhere")
         store.erase()

@@ -15,7 +15,7 @@ def fitted(store, writer):
     writer.add("news", "c")
     names = {}
     for domains in (("law",), ()):
-        traces = Lineage.of(store.view().snapshot, domains)
+        traces = Lineage.from_snapshot(store.view().snapshot, domains)
         names[domains] = store.save_weights({"w": np.zeros(4, np.float32)}, asdict(traces))
         part = {"weights": names[domains], "traces": asdict(traces)}
         store.save_settings(SavedSettings(query={"others": {"rows": part}}), domains)
@@ -28,8 +28,8 @@ def whole(store):
     found = {}
     for domains in (("law",), ()):
         saved = store.settings(domains)
-        for name, traces in saved.files().items() if saved else ():
-            if traces and traces.gone(snapshot) == 0:
+        for name, traces in saved.list_weight_files().items() if saved else ():
+            if traces and traces.removed_share(snapshot) == 0:
                 found[domains] = name
     assert {file.name for file in (store.home.path / "weights").iterdir()} == set(found.values())
     assert store.verify() == []
@@ -100,21 +100,24 @@ def test_a_killed_removal_is_finished_by_the_next_writer(store, fitted, home, ki
 
 def test_only_a_selection_that_reaches_all_of_them_may_show_traces(store, fitted) -> None:
     snapshot = store.view().snapshot
-    law, everything = Lineage.of(snapshot, ["law"]), Lineage.of(snapshot)
+    law, everything = Lineage.from_snapshot(snapshot, ["law"]), Lineage.from_snapshot(snapshot)
     for selection, law_is, everything_is in [
         (Selection(), True, True),
         (Selection(domains=("news", "law")), True, False),
         (Selection(domains=("news",)), False, False),
         (Selection(tags=("final",)), False, False),
         (Selection(domains=("law",), documents=("a",)), False, False),
-        (Selection().without("0" * 64), False, False),
+        (Selection().without_content("0" * 64), False, False),
     ]:
-        assert (law.are_within(selection), everything.are_within(selection)) == (law_is, everything_is)
+        assert (law.is_within_selection(selection), everything.is_within_selection(selection)) == (
+            law_is,
+            everything_is,
+        )
 
 
 def test_settings_that_were_derived_go_with_a_document_that_they_were_derived_from(store, writer) -> None:
     writer.add("law", "a", "b")
-    derived = asdict(Lineage.of(store.view().snapshot))
+    derived = asdict(Lineage.from_snapshot(store.view().snapshot))
     trained = {"rows": {"rows": {}}}
     store.save_settings(SavedSettings({"temperature": 3.0}, derived=derived, trained=trained))
     writer.add("law", "c")

@@ -81,9 +81,9 @@ def test_many_are_selected_by_few_statements(store: KNNStore) -> None:
         store.lengths(Selection(documents=(*(f"{i}" for i in range(700)), "none", "neither")))
     held_out = [f"{i:064x}" for i in range(1000, 3000)]
     with statements(store) as executed:
-        assert store.stored_content(held_out) == set(held_out[:200])
+        assert store.find_stored_hashes(held_out) == set(held_out[:200])
     assert len(executed) <= 2
-    assert store.stored_content(held_out[195:205], Selection(domains=("39",))) == {held_out[199]}
+    assert store.find_stored_hashes(held_out[195:205], Selection(domains=("39",))) == {held_out[199]}
 
 
 @pytest.mark.slow
@@ -93,13 +93,13 @@ def test_many_are_verified_and_described_by_few_statements(store: KNNStore) -> N
     assert len(executed) <= 20
     changes = {f"{i}": ({"new": i}, {f"new {i}", "all"}) for i in range(3, DOCUMENTS, 40)}
     with statements(store) as executed:
-        store.describe("3", changes)
+        store.replace_metadata("3", changes)
     assert len(executed) <= 15
     for document in store.documents(domain="3"):
         assert document.metadata == {"new": int(document.id)}
         assert document.tags == ("all", f"new {document.id}")
     with pytest.raises(DocumentNotFoundError):
-        store._changes.writer.describe({1: ({}, {"a"}), 10**6: ({}, {"b"})})
+        store._changes.writer.replace_metadata({1: ({}, {"a"}), 10**6: ({}, {"b"})})
     assert not store.documents(tag="a")
     assert len(store.documents(tag="tag 0")) == 2
 

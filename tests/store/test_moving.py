@@ -178,7 +178,7 @@ def test_a_move_that_could_not_be_noted_can_be_tried_again(store, writer, home: 
             store.move("faiss", "a")
     shutil.rmtree(home / "move.json")
     assert caught.value.__traceback__  # whoever keeps the error does not keep the lock
-    registry.load("faiss").erase(home / "a")
+    registry.load_adapter("faiss").erase(home / "a")
     assert store.move("faiss", "a").left is None
     assert store.verify() == []
 
@@ -219,7 +219,7 @@ def test_keys_erased_from_a_folder_that_stays_do_not_come_back(
 ) -> None:
     """After a power loss a folder may have the names that it had when it was synced last."""
     pytest.importorskip("faiss")
-    kind, keys, sync = registry.load("faiss"), tmp_path / "keys", os.fsync
+    kind, keys, sync = registry.load_adapter("faiss"), tmp_path / "keys", os.fsync
     with kind.open(keys, dim=8) as made:
         made.add(np.arange(9), np.ones((9, 8), np.float32), np.zeros(9, np.int32))
         kind.claim(keys, "a store")
@@ -314,7 +314,7 @@ def test_keys_that_a_move_did_not_create_stay_and_it_is_said(store, writer, home
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(relocating, "failpoint", kill)
             store.move("faiss", place)
-        with registry.load("faiss").open(home / place, dim=8) as foreign:
+        with registry.load_adapter("faiss").open(home / place, dim=8) as foreign:
             foreign.add(np.arange(9), np.ones((9, 8), np.float32), np.zeros(9, np.int32))
         reason = f"the move did not create faiss at {place}, which has records"
         if give_up == "abandon":
@@ -325,7 +325,7 @@ def test_keys_that_a_move_did_not_create_stay_and_it_is_said(store, writer, home
         else:
             store.move("faiss", "elsewhere", progress=said)
             assert said.lines[-1] == f"the keys that the earlier move left were not deleted: {reason}"
-        with registry.load("faiss").open(home / place, dim=8, mode="r") as foreign:
+        with registry.load_adapter("faiss").open(home / place, dim=8, mode="r") as foreign:
             assert foreign.count() == 9
 
 
@@ -334,7 +334,7 @@ def test_a_place_that_holds_something_is_refused_and_stays_as_it_is(store, write
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")
-    other = registry.load("faiss").open(tmp_path / "other", dim=8, metric=Metric.L2, mode="x")
+    other = registry.load_adapter("faiss").open(tmp_path / "other", dim=8, metric=Metric.L2, mode="x")
     other.close()
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for place in ("notes", "file", "other"):

@@ -31,7 +31,7 @@ TEXTS = st.lists(st.lists(st.integers(0, 3), max_size=25), max_size=8)
 
 def dense(counts, matches, at, order):
     """A row over the vocabulary for each context."""
-    found = matches.distribution(at, order)
+    found = matches.next_token_distribution(at, order)
     rows = found.rest[:, None] * counts.unigrams
     np.add.at(rows, (found.rows, found.tokens), found.probs)
     return rows
@@ -45,12 +45,12 @@ def test_counts_of_some_documents_are_those_of_dictionaries(texts, asked, order,
     vocabulary = 1 << bits  # keys of as many symbols as fit into 64 bits
     chosen = np.array(data.draw(st.lists(st.booleans(), min_size=len(texts), max_size=len(texts))), bool)
     positions = 1000 * np.arange(len(texts))
-    every = SortedText.of([np.array(text, np.uint32) for text in texts], positions, vocabulary + 1)
+    every = SortedText.from_texts([np.array(text, np.uint32) for text in texts], positions, vocabulary + 1)
     counts = NGramCounts(every.keep_documents(chosen), vocabulary)
     kept = {at: text for at, text in enumerate(texts) if chosen[at]}
     expected = KneserNey(kept.values(), order)
     begins = [at % 3 != 2 for at in range(len(asked))]  # others go on in the middle of a document
-    matches = Matches.of(counts, [np.array(text, np.uint32) for text in asked], begins)
+    matches = Matches.look_up_texts(counts, [np.array(text, np.uint32) for text in asked], begins)
     for text, first, begun in zip(asked, matches.firsts.tolist(), begins, strict=True):
         at = np.arange(first - begun, first + len(text))
         contexts = [[-1] * begun + text[: place + 1 - first] for place in at.tolist()]
@@ -60,17 +60,19 @@ def test_counts_of_some_documents_are_those_of_dictionaries(texts, asked, order,
         )
         came = text[1 - begun :]  # no token comes after the last context
         gold = [row[token] for row, token in zip(rows, came, strict=False)]
-        np.testing.assert_allclose(matches.gold(at[: len(came)], order), gold, atol=1e-6)
-        places = matches.occurrences(at[: len(came)], order, 1000)
+        np.testing.assert_allclose(matches.target_probs(at[: len(came)], order), gold, atol=1e-6)
+        places = matches.find_occurrences(at[: len(came)], order, 1000)
         for place, found, token, row, context in zip(at.tolist(), places, came, rows, contexts, strict=False):
-            unigrams = matches.distribution(np.array([place]), order).rest[0] * counts.unigrams[token]
+            unigrams = (
+                matches.next_token_distribution(np.array([place]), order).rest[0] * counts.unigrams[token]
+            )
             assert sum(one.share for one in found) + unigrams == pytest.approx(row[token], abs=1e-6)
             for one in found:
                 document, offset = divmod(one.position, 1000)
                 there = [-1, *kept[document]]
                 assert there[offset + 1] == token
                 assert there[: offset + 1][-one.matched :] == context[-one.matched :]
-            (few,) = matches.occurrences(np.array([place]), order, 2)  # of each length
+            (few,) = matches.find_occurrences(np.array([place]), order, 2)  # of each length
             listed = 0
             for length in range(order - 1, 0, -1):
                 there = sum(one.matched >= length for one in found)
@@ -82,7 +84,7 @@ def test_counts_of_some_documents_are_those_of_dictionaries(texts, asked, order,
 def test_ends_of_texts_have_the_distributions_of_whole_texts(texts, asked, order, data):
     """Steps of several texts in any order, as where texts are generated, drafted and taken back."""
     counts = NGramCounts(
-        SortedText.of([np.array(text, np.uint32) for text in texts], range(len(texts)), 9), 8
+        SortedText.from_texts([np.array(text, np.uint32) for text in texts], range(len(texts)), 9), 8
     )
     steps = [(row, stop) for row, text in enumerate(asked) for stop in range(len(text) + 1)]
     steps = data.draw(st.permutations(steps))
@@ -90,10 +92,10 @@ def test_ends_of_texts_have_the_distributions_of_whole_texts(texts, asked, order
         batch = steps[at : at + 3]
         ends = [asked[row][max(0, stop - order + 1) : stop] for row, stop in batch]
         begins = [row % 3 != 2 and stop < order - 1 for row, stop in batch]
-        matches = Matches.of_ends(counts, ends, begins)
+        matches = Matches.look_up_ends(counts, ends, begins)
         found = dense(counts, matches, matches.firsts, order)
         for (row, stop), probs in zip(batch, found, strict=True):
-            whole = Matches.of(counts, [np.array(asked[row][:stop], np.uint32)], [row % 3 != 2])
+            whole = Matches.look_up_texts(counts, [np.array(asked[row][:stop], np.uint32)], [row % 3 != 2])
             np.testing.assert_array_equal(probs, dense(counts, whole, whole.firsts + stop - 1, order)[0])
 
 
@@ -101,7 +103,7 @@ def test_ends_of_texts_have_the_distributions_of_whole_texts(texts, asked, order
 def test_the_most_frequent_next_token_follows_the_longest_suffix(texts, asked, order, listed):
     """For whole texts and for ends of texts, with the probability that the whole distribution gives."""
     counts = NGramCounts(
-        SortedText.of([np.array(text, np.uint32) for text in texts], range(len(texts)), 9), 8
+        SortedText.from_texts([np.array(text, np.uint32) for text in texts], range(len(texts)), 9), 8
     )
     expected = KneserNey(texts, order)
     steps = [(row, stop) for row, text in enumerate(asked) for stop in range(len(text) + 1)]
@@ -122,11 +124,11 @@ def test_the_most_frequent_next_token_follows_the_longest_suffix(texts, asked, o
 
     rows, stops = np.array(steps, np.int64).reshape(-1, 2).T
     begins = [row % 3 != 2 for row in range(len(asked))]
-    whole = Matches.of(counts, [np.array(text, np.uint32) for text in asked], begins)
+    whole = Matches.look_up_texts(counts, [np.array(text, np.uint32) for text in asked], begins)
     ends = [asked[row][max(0, stop - order + 1) : stop] for row, stop in steps]
-    last = Matches.of_ends(counts, ends, [begins[row] and stop < order - 1 for row, stop in steps])
+    last = Matches.look_up_ends(counts, ends, [begins[row] and stop < order - 1 for row, stop in steps])
     for matches, at in ((whole, whole.firsts[rows] + stops - 1), (last, last.firsts)):
-        found = matches.distribution(at, order)
+        found = matches.next_token_distribution(at, order)
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr("knnstore.store.ngrams.matches._LISTED_AT_ONCE", listed)
             tops = matches.find_top_tokens(at, found.suffixes)
@@ -139,13 +141,13 @@ def test_the_most_frequent_next_token_follows_the_longest_suffix(texts, asked, o
 def test_the_end_of_a_text_is_extended_by_its_last_token(order, monkeypatch) -> None:
     """A step looks up no n-gram of which the last step has all but the last token."""
     text = np.random.default_rng(0).integers(0, 5, 200)
-    counts = NGramCounts(SortedText.of([text.astype(np.uint32)], [0], 6), 5)
-    looked_up, ranges = [], NGramCounts.ranges
+    counts = NGramCounts(SortedText.from_texts([text.astype(np.uint32)], [0], 6), 5)
+    looked_up, ranges = [], NGramCounts.find_symbol_ranges
     monkeypatch.setattr(
-        NGramCounts, "ranges", lambda self, symbols: looked_up.append(1) or ranges(self, symbols)
+        NGramCounts, "find_symbol_ranges", lambda self, symbols: looked_up.append(1) or ranges(self, symbols)
     )
     for stop in range(40, 60):
-        Matches.of_ends(counts, [text[stop - order + 1 : stop].tolist()], [False])
+        Matches.look_up_ends(counts, [text[stop - order + 1 : stop].tolist()], [False])
     assert len(looked_up) <= (order - 1) + 19
 
 
@@ -157,9 +159,9 @@ def test_the_last_token_of_an_end_has_the_probability_that_it_has_in_the_text(
 ):
     """In any order, and also while the kept probabilities are dropped."""
     counts = NGramCounts(
-        SortedText.of([np.array(text, np.uint32) for text in texts], range(len(texts)), 9), 8
+        SortedText.from_texts([np.array(text, np.uint32) for text in texts], range(len(texts)), 9), 8
     )
-    whole = Matches.of(counts, [np.array(text, np.uint32) for text in asked])
+    whole = Matches.look_up_texts(counts, [np.array(text, np.uint32) for text in asked])
     steps = [(row, at) for row, text in enumerate(asked) for at in range(len(text))]
     steps = data.draw(st.permutations(steps))
     with pytest.MonkeyPatch.context() as patched:
@@ -172,13 +174,15 @@ def test_the_last_token_of_an_end_has_the_probability_that_it_has_in_the_text(
             ]
             ends = [text[-order:] for text in texts_so_far]
             places = np.array([whole.firsts[row] + at - 1 for row, at in some])
-            np.testing.assert_array_equal(compute_last_probs(counts, ends, order), whole.gold(places, order))
+            np.testing.assert_array_equal(
+                compute_last_probs(counts, ends, order), whole.target_probs(places, order)
+            )
 
 
 def test_kept_probabilities_count_as_memory_of_the_counts():
     """Otherwise counts of many small selections are kept far beyond the limit of their cache."""
     tokens = np.random.default_rng(0).integers(0, 5000, 3000)
-    counts = NGramCounts(SortedText.of([tokens.astype(np.uint32)], np.zeros(1, np.int64), 5001), 5000)
+    counts = NGramCounts(SortedText.from_texts([tokens.astype(np.uint32)], np.zeros(1, np.int64), 5001), 5000)
     before = counts.nbytes
     tracemalloc.start()
     for stop in range(7, 307):
@@ -197,13 +201,13 @@ def test_kept_probabilities_count_as_memory_of_the_counts():
 def test_the_longest_suffix_is_told_with_its_count_and_successors(texts, asked, order, vocabulary):
     first = vocabulary - 5  # the texts are of the last tokens
     texts, asked = [[first + token for token in text] for text in texts], [first + one for one in asked]
-    sorted_text = SortedText.of(
+    sorted_text = SortedText.from_texts(
         [np.array(text, int) for text in texts], np.arange(len(texts)), vocabulary + 1
     )
     assert sorted_text.symbols.itemsize == (2 if vocabulary < 65_533 else 4)
     counts = NGramCounts(sorted_text, vocabulary)
-    matches = Matches.of(counts, [np.array(asked, int)])
-    found = matches.suffixes(matches.firsts[0] - 1 + np.arange(len(asked) + 1), order)
+    matches = Matches.look_up_texts(counts, [np.array(asked, int)])
+    found = matches.find_longest_suffixes(matches.firsts[0] - 1 + np.arange(len(asked) + 1), order)
     whole = [[-1, *text] for text in texts]
     for at in range(len(asked) + 1):
         context = [-1, *asked[:at]]
@@ -227,7 +231,7 @@ def test_bits_are_counted_and_found_in_ranges(size, seed, data):
     ends = st.lists(st.integers(0, len(bits)), min_size=2, max_size=2)
     pairs = np.array(data.draw(st.lists(ends.map(sorted), max_size=9)), np.int64).reshape(-1, 2)
     assert ranked.count(pairs.T, 1).tolist() == [sum(bits[start:stop]) for start, stop in pairs]
-    owners, places = ranked.find_ones(pairs.T, np.ones(len(pairs), np.int64))
+    owners, places = ranked.find_set_bits(pairs.T, np.ones(len(pairs), np.int64))
     assert list(zip(owners, places, strict=True)) == [
         (row, place) for row, (start, stop) in enumerate(pairs) for place in range(start, stop) if bits[place]
     ]
@@ -251,7 +255,7 @@ def check(reader, selection, documents):
     """Compare what a reader says of a random text with dictionaries of what it should count."""
     counts = reader.ngrams(selection)
     asked = np.random.default_rng(5).integers(0, 4, 30)
-    matches = Matches.of(counts, [asked])
+    matches = Matches.look_up_texts(counts, [asked])
     at = matches.firsts[0] - 1 + np.arange(len(asked))
     expected = KneserNey([document.tokens for document in documents], 5)
     rows = [expected.probs([-1, *asked[:place]], 4) for place in range(len(asked))]
@@ -287,7 +291,7 @@ def test_every_change_is_counted_as_if_the_store_had_never_held_anything_else(st
                 selections.append((Selection(documents=(id,)), [one for one in live if one.id == id]))
                 out = of_domain[-1]
                 selections.append(
-                    (EVERYTHING.without(out.content_hash), [one for one in live if one is not out])
+                    (EVERYTHING.without_content(out.content_hash), [one for one in live if one is not out])
                 )
             for selection, expected in selections[:: 1 if step % 4 == 0 else -1][:3]:
                 check(reader, selection, expected)
@@ -354,13 +358,13 @@ def test_added_documents_are_counted_in_the_background(store, monkeypatch):
     add(store, rng, numbers, documents, ("news", "a"), ("news", "b"), ("mail", "c"))
     before, of_mail = store.ngrams(), store.ngrams(Selection(domains=("mail",)))
     store.count_ngrams_in_background()
-    going, sort = threading.Event(), counting.SortedText.of
+    going, sort = threading.Event(), counting.SortedText.from_texts
 
     def wait_and_sort(*given):
         assert going.wait(120)
         return sort(*given)
 
-    monkeypatch.setattr(counting.SortedText, "of", wait_and_sort)
+    monkeypatch.setattr(counting.SortedText, "from_texts", wait_and_sort)
     add(store, rng, numbers, documents, ("news", "d"))
     assert store.ngrams() is before, "nobody waits for the thread that counts"
     assert store.ngrams(Selection(domains=("mail",))) is of_mail, "other domains need no counting"
@@ -368,7 +372,7 @@ def test_added_documents_are_counted_in_the_background(store, monkeypatch):
     left = len(documents["news", "b"].tokens) + len(documents["mail", "c"].tokens) + 2
     assert len(store.ngrams().text.order) == left, "what is removed counts no more"
     going.set()
-    store.catch_up_ngrams()
+    store.recount_changed_ngrams()
     del documents["news", "a"]
     assert len(store.ngrams().text.order) == left + len(documents["news", "d"].tokens) + 1
     check(store, EVERYTHING, documents.values())

@@ -145,7 +145,7 @@ def test_keys_in_a_home_are_copied_with_it(store, home, writer_of, monkeypatch) 
 
 @pytest.mark.slow
 def test_keys_of_another_store_are_neither_read_nor_written(original, outside, identity, writer_of) -> None:
-    registry.load(outside["store"]).erase(outside["location"])
+    registry.load_adapter(outside["store"]).erase(outside["location"])
     other = original.with_name("other")
     with KNNStore.create(other, identity, **outside) as store:
         put(store, "2", writer_of)
@@ -187,7 +187,7 @@ def take_over(home: Path) -> None:
 
 @pytest.mark.parametrize("outside", ["faiss"], indirect=True)
 def test_keys_that_another_store_has_just_claimed_stay_its_own(original, outside, monkeypatch) -> None:
-    keys, adapter = Path(outside["location"]), registry.load("faiss")
+    keys, adapter = Path(outside["location"]), registry.load_adapter("faiss")
     opening = adapter.open
 
     def overtaken(location: str, **options: object) -> object:
@@ -304,7 +304,7 @@ def test_homes_of_one_catalog_write_in_turn_and_its_copy_does_not(
 
 @pytest.mark.parametrize("outside", ["faiss"], indirect=True)
 def test_half_erased_keys_are_still_known(original, outside, identity, killed_at) -> None:
-    adapter, keys = registry.load("faiss"), Path(outside["location"])
+    adapter, keys = registry.load_adapter("faiss"), Path(outside["location"])
     owner = adapter.owner(keys)
     for number in range(1, 100):
         if not killed_at(f"segments.file.unlink:{number}", lambda: adapter.erase(keys)):

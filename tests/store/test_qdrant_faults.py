@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from knnstore.catalog import Identity, NewDocument
-from knnstore.datastore.records import tokens_of
+from knnstore.datastore.records import tokens_from_ids
 from knnstore.errors import DatastoreError, DatastoreNotFoundError, KnnstoreError, StoreUnavailableError
 from knnstore.store import KNNStore
 
@@ -55,7 +55,7 @@ def contents(store: KNNStore) -> Contents:
         live[document.domain, document.id] = version = int(document.content_hash)
         tokens, keys = tokens_and_keys((document.domain, document.id), version)
         found = store.search(keys, 1)
-        assert np.array_equal(tokens_of(found.ids[:, 0]), tokens), f"{document.id} is not whole"
+        assert np.array_equal(tokens_from_ids(found.ids[:, 0]), tokens), f"{document.id} is not whole"
         assert (found.distances == 0).all(), f"{document.id} has other keys"
         records += len(tokens)
     everything = store.search(np.zeros((1, DIM), np.float32), 500).ids[0]

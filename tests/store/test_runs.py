@@ -35,7 +35,7 @@ def test_shares_and_documents_are_those_of_all_runs(texts, stored, data):
         is_found = covered(text, runs_of(one, quarter), quarter) >= len(short) >= quarter
         return bool(short) and (is_found or text == one)
 
-    shares, elsewhere = runs.shares(), runs.shares(elsewhere=True)
+    shares, elsewhere = runs.covered_shares(), runs.covered_shares(elsewhere=True)
     for number, text in enumerate(texts):
         whole, runs_in, runs_of_others = False, set[tuple[int, ...]](), set[tuple[int, ...]]()
         for one, met in zip(stored, found, strict=True):
@@ -58,7 +58,7 @@ def test_a_short_text_is_stored_as_a_whole_or_not_at_all():
     runs = Runs([np.arange(20, dtype=np.uint32)])
     for of_it, share in ((range(10), 0.0), (range(20), 1.0)):
         assert runs.compare_document(np.array(of_it, np.uint32)).same == {0}
-        assert runs.shares() == [share]
+        assert runs.covered_shares() == [share]
     long = Runs([np.arange(100, dtype=np.uint32)])
     assert long.compare_document(np.arange(40, 60, dtype=np.uint32)).same == {0}
-    assert long.shares() == [0]
+    assert long.covered_shares() == [0]

@@ -10,7 +10,7 @@ import pytest
 
 from knnstore.catalog import Catalog, CatalogWriter, NewDocument
 from knnstore.datastore import IdRanges
-from knnstore.datastore.records import tokens_of
+from knnstore.datastore.records import tokens_from_ids
 from knnstore.errors import (
     AmbiguousDocumentError,
     ConfigError,
@@ -53,7 +53,7 @@ def test_search_agrees_with_numpy_over_what_is_selected(store, writer) -> None:
         distances, expected = nearest(keys, tokens, query[0], 30)
         n = len(distances)
         assert found.distances[0, :n] == pytest.approx(distances, rel=1e-4)
-        assert tokens_of(found.ids[0, :n]).tolist() == expected
+        assert tokens_from_ids(found.ids[0, :n]).tolist() == expected
         assert (found.ids[0, n:] == -1).all()
         assert np.isinf(found.distances[0, n:]).all()
 
@@ -81,7 +81,7 @@ def test_what_a_commit_removes_during_a_search_is_not_returned(store, writer, mo
 def test_excluding_by_content_leaves_exactly_that_document_out(store, writer) -> None:
     writer.add("law", "1", "2")
     hashes = {document.id: document.content_hash for document in store.documents()}
-    found = store.search(writer.keys["law", "1"], 1, Selection().without(hashes["1"]))
+    found = store.search(writer.keys["law", "1"], 1, Selection().without_content(hashes["1"]))
     assert {place.document for place in store.provenance(found.ids[:, 0])} == {"2"}
 
 
@@ -104,15 +104,18 @@ def test_records_are_read_of_what_is_selected_but_for_some_documents(store, writ
     law = Selection(domains=("law",))
     first, second = store.lengths(law)
     assert store.lengths() == {first: 20, second: 20, second + 1: 7}
-    assert store.text(second).tolist() == writer.tokens["law", "2"].tolist()
+    assert store.tokens_by_number(second).tolist() == writer.tokens["law", "2"].tolist()
     batches = list(store.records(law, without=[first], batch_size=15))
-    assert np.concatenate([tokens_of(batch.ids) for batch in batches]).tolist() == store.text(second).tolist()
+    assert (
+        np.concatenate([tokens_from_ids(batch.ids) for batch in batches]).tolist()
+        == store.tokens_by_number(second).tolist()
+    )
     assert np.array_equal(np.concatenate([batch.keys for batch in batches]), writer.keys["law", "2"])
     with pytest.raises(DomainNotFoundError):
         next(store.records(Selection(domains=("tax",))))
     store.remove_document("2")
     with pytest.raises(DocumentNotFoundError):
-        store.text(second)
+        store.tokens_by_number(second)
 
 
 def test_provenance_names_document_position_and_surroundings(store, writer) -> None:
@@ -149,7 +152,7 @@ def test_removing_documents_and_domains_leaves_nothing_of_them(store, writer) ->
     assert [d.id for d in store.documents()] == ["2"]
     assert [d.name for d in store.domains()] == ["law"]
     found = store.search(writer.keys["news", "3"], 100)
-    assert set(tokens_of(found.ids[found.ids >= 0])) <= set(writer.tokens["law", "2"])
+    assert set(tokens_from_ids(found.ids[found.ids >= 0])) <= set(writer.tokens["law", "2"])
     assert store.verify() == []
     with pytest.raises(DomainNotFoundError, match="the domains are: law"):
         store.remove_domain("news")
@@ -180,7 +183,7 @@ def test_what_a_condition_selects_is_searched_retagged_and_removed(
         assert {one.document for one in store.provenance(found.ids[found.ids >= 0])} == {"2021", "2022"}
         assert store.record_count(recent) == 40
         assert [one.id for one in store.select(Selection(domains=["law"], where="year < 2021"))] == ["2019"]
-        store.describe("law", {"2019": ({"year": 2030}, [])})
+        store.replace_metadata("law", {"2019": ({"year": 2030}, [])})
         assert store.record_count(recent) == 60  # the view follows the metadata
         store.rename("law", {"2019": "2030"})
         ids = store.search(queries, 100, recent).ids
@@ -357,7 +360,7 @@ def test_lost_keys_are_noticed_and_not_replaced_by_nothing(store, writer, home) 
 
 def test_verify_finds_records_that_differ_from_the_catalog(store, writer) -> None:
     writer.add("law", "1", "2")
-    live = store.view().scope(Selection(documents=("1",))).live
+    live = store.view().build_scope(Selection(documents=("1",))).live
     store.datastore.delete(live)
     problems = store.verify()
     assert len(problems) == 1
@@ -372,9 +375,9 @@ def test_verify_misses_not_one_record(home, identity, writer_of, has_prefix) -> 
         ids = np.concatenate([ids for ids, _, _ in store.datastore.iterate()])
         if not has_prefix:  # then a first token has no record
             assert len(store.verify()) == 2
-            store.datastore.delete(IdRanges.of_ids(ids[[0, 20]]))
+            store.datastore.delete(IdRanges.from_ids(ids[[0, 20]]))
         assert store.verify() == []
-        store.datastore.delete(IdRanges.of_ids(ids[25:26]))
+        store.datastore.delete(IdRanges.from_ids(ids[25:26]))
         (problem,) = store.verify()
         assert "'2' of domain 'law'" in problem
 
@@ -399,7 +402,7 @@ def test_a_writer_that_lost_the_store_takes_its_records_back(store, writer) -> N
     catalog = Catalog.open(store.home.catalog_url)
     with pytest.raises(FencedError), store.ingest([new := writer._new("law", "2", 20)]) as group:
         other = CatalogWriter(catalog)
-        other.forget([document.row for document in other.unsettled()])  # as it recovers
+        other.delete_documents([document.row for document in other.unsettled_documents()])  # as it recovers
         writer.put(group, 0, new)
     assert store.datastore.count() == 20
     assert store.verify() == []

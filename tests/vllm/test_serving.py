@@ -21,7 +21,7 @@ def lm(make_store) -> KNNLMForCausalLM:
 
 
 def test_requests_over_http_use_the_store_as_it_is_now(lm, vllm_python, tmp_path) -> None:
-    prompt = [*lm.reader.prefix, *lm.reader.tokens(SECRET).tolist()]
+    prompt = [*lm.reader.prefix, *lm.reader.tokenize(SECRET).tolist()]
     start, rest = prompt[:12], prompt[12:]
     options = {"max_tokens": len(rest), "logprobs": 0, "return_token_ids": True}
     with serve_model(vllm_python, lm.store.home.path, tmp_path / "log") as served:
@@ -53,7 +53,7 @@ def test_requests_over_http_use_the_store_as_it_is_now(lm, vllm_python, tmp_path
 def test_a_damaged_store_fails_requests_and_not_the_engine(lm, vllm_python, tmp_path, action) -> None:
     home = tmp_path / "copy"
     shutil.copytree(lm.store.home.path, home)
-    prompt = [*lm.reader.prefix, *lm.reader.tokens(SECRET).tolist()][:20]
+    prompt = [*lm.reader.prefix, *lm.reader.tokenize(SECRET).tolist()][:20]
     off = {"vllm_xargs": {"knn_off": 1}, "return_token_ids": True}
     with serve_model(vllm_python, home, tmp_path / "log", KNNSTORE_ON_ERROR=action) as served:
         assert served.complete(prompt)[0] == 200

@@ -70,7 +70,7 @@ def prompts(lm: KNNLMForCausalLM) -> list[list[int]]:
     texts = [document.text for document in read_documents([EXAMPLES / "workshop/test"])]
     lengths = [40, 25, 8, 30, 33]
     return [
-        [*lm.reader.prefix, *lm.reader.tokens(text)[:length].tolist()]
+        [*lm.reader.prefix, *lm.reader.tokenize(text)[:length].tolist()]
         for text, length in zip((texts * 5)[: len(lengths)], lengths, strict=True)
     ]
 
@@ -143,7 +143,7 @@ def test_vllm_predicts_what_this_library_does(lm, run_engine, mode) -> None:
 def test_drafts_from_documents_serve_a_model_without_a_store(lm, make_store, run_engine) -> None:
     """The drafts' store has no keys. The text is that of the model alone, and most drafts are right."""
     text = next(iter(read_documents([EXAMPLES / "workshop/handbook"]))).text
-    request = {"prompt": [*lm.reader.prefix, *lm.reader.tokens(text)[:20].tolist()], "tokens": 24}
+    request = {"prompt": [*lm.reader.prefix, *lm.reader.tokenize(text)[:20].tolist()], "tokens": 24}
     engine = {"model": str(MODEL), "max_model_len": 128}
     alone = run_engine(None, {"engine": engine, "rounds": [[request]]})
     drafted = run_engine(

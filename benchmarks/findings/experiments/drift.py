@@ -12,7 +12,7 @@ from torch import Tensor
 
 from knnstore.lm import Interval, KNNSettings
 from knnstore.lm.components import Form
-from knnstore.lm.mixture import look_up, mixture_of
+from knnstore.lm.mixture import build_mixture, look_up
 from knnstore.lm.reading import WindowBatch
 from knnstore.lm.scoring.token_scores import predict_windows
 
@@ -72,7 +72,7 @@ FixedNone = KNNSettings(lam=0.0).mixer
 def split(lab: Lab, domain: str) -> tuple[Tensor, Tensor]:
     """Beginnings of test documents, each behind the prefix, and how they go on."""
     prefix, length = lab.reader.prefix, PROMPT + lab.limits.generated
-    texts = [ids.astype(np.int64) for ids in lab.reader.tokenized(lab.texts[domain]["test"])]
+    texts = [ids.astype(np.int64) for ids in lab.reader.tokenize_documents(lab.texts[domain]["test"])]
     long = [torch.from_numpy(ids[:length]) for ids in texts if len(ids) >= length][: lab.limits.prompts]
     together = torch.stack(long)
     prompts = together[:, :PROMPT]
@@ -112,7 +112,7 @@ def look(lab: Lab, prompts: Tensor, text: Tensor, settings: KNNSettings) -> Seen
     read = predict_windows(lm.reader, batch)
     evidence = look_up(lm.store, settings, read.to_batch(lm.store.identity.vocab_size, None), Form.SOURCES)
     # Not at one temperature: a gate, and bins, choose T for each token.
-    weights = mixture_of(settings, evidence).weights
+    weights = build_mixture(settings, evidence).weights
     entropy = torch.empty(len(at))
     for one, tokens in enumerate(evidence.tokens.where(weights > 0, 0)):
         p = torch.zeros(lm.store.identity.vocab_size).scatter_add_(0, tokens, weights[one])

@@ -57,4 +57,4 @@ def searched(lab: Lab, domain: str, split: str, ks: list[int]) -> list[WideEvide
     lab.say(f"{domain}: searching again for {split}, k={ks[-1]}")
     scored = lab.base.scored(domain, split)
     documents, selection = lab.texts[domain][split], Selection(domains=(domain,))
-    return FurtherSearches(lab.base.lm.store, scored, documents, selection).with_k(ks)
+    return FurtherSearches(lab.base.lm.store, scored, documents, selection).search_with_k(ks)

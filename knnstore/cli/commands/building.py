@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from knnstore.checks import printable
+from knnstore.checks import escape_unprintable
 from knnstore.cli.commands.distributing import describe_skipped
 from knnstore.cli.inputs import (
     Documents,
@@ -23,8 +23,8 @@ from knnstore.cli.models import (
     Runtime,
     StoreRuntime,
     load_tokenizer,
-    quiet_transformers,
     resolve_model_location,
+    silence_transformers,
 )
 from knnstore.cli.options import (
     DEFAULT_HOME,
@@ -36,7 +36,7 @@ from knnstore.cli.options import (
     confirm,
 )
 from knnstore.cli.output import Bar, format_pairs, print_message, print_result, show_activity
-from knnstore.documents import FIELDS, size_of
+from knnstore.documents import FIELDS, estimate_size
 from knnstore.errors import ConfigError, InputError, LockedError, ReadOnlyError
 from knnstore.model_names import check_model
 
@@ -168,7 +168,7 @@ def init(
     samples = Documents(sample or [], text_field, source_field=source_field)
     samples.check_files()
     with show_activity("loading transformers"):
-        quiet_transformers()
+        silence_transformers()
         import knnstore
         from knnstore.lm import KeylessText, is_causal, load_text_parts
     with Bar() as bar:
@@ -293,7 +293,7 @@ def add(
         raise ConfigError("--shard-tokens needs --plan or --workers")
     with Bar() as bar, runtime.open_for_adding() as lm:
         suggests_eval = not lm.store.domains() and not lm.store.is_keyless
-        total_bytes = size_of(documents.files)
+        total_bytes = estimate_size(documents.files)
         added = lm.add(
             documents.read_documents(bar),
             domain=domain,
@@ -473,7 +473,9 @@ def sync(
             differ = [f"{count:,} {name}" for name, count in result.items() if name in plan and count]
             lines.append(", ".join(differ) or f"{result['unchanged']:,} unchanged")
             print_result(
-                {**result, "dry_run": True, "ids": plan}, "\n".join(map(printable, lines)), as_json=as_json
+                {**result, "dry_run": True, "ids": plan},
+                "\n".join(map(escape_unprintable, lines)),
+                as_json=as_json,
             )
             return
         if len(removed_ids) > len(remaining_ids):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from knnstore.checks import printable
+from knnstore.checks import escape_unprintable
 from knnstore.cli.fits import build_fit_row, format_fits_table
 from knnstore.cli.inputs import AnyDocuments
 from knnstore.cli.logs import LOG
@@ -316,7 +316,7 @@ def _show_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> Non
             ((scope, candidate) for scope, candidate in candidates if candidate and candidate.query),
             ((), None),
         )
-        stored_count = len(store.stored_content(saved.fitted_on)) if saved else 0
+        stored_count = len(store.find_stored_hashes(saved.fitted_on)) if saved else 0
     if saved is None:
         print_result({"settings": None}, "no settings are saved: the defaults are used", as_json=as_json)
         return
@@ -388,7 +388,7 @@ def _drop_saved(home: Path, domains: Sequence[str] | None, as_json: bool) -> Non
             store.save_settings(SavedSettings(trained=saved.trained), scope_domains)
     where = ", ".join(scope_domains) or "the whole store"
     message = f"deleted the settings saved for {where}" if has_saved else f"no settings are saved for {where}"
-    print_result({"reset": has_saved, "domains": scope_domains}, printable(message), as_json=as_json)
+    print_result({"reset": has_saved, "domains": scope_domains}, escape_unprintable(message), as_json=as_json)
 
 
 def _shorten_value(value: Any) -> Any:

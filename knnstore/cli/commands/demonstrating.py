@@ -16,7 +16,7 @@ import typer
 
 import knnstore
 from knnstore.cli.commands.generating import credit_documents, format_sources_table
-from knnstore.cli.models import Runtime, quiet_transformers
+from knnstore.cli.models import Runtime, silence_transformers
 from knnstore.cli.options import JsonOption
 from knnstore.cli.output import Bar, format_table, print_message, print_result
 from knnstore.errors import ConfigError, KnnstoreError
@@ -73,7 +73,7 @@ def demo(
     """
     started = time.perf_counter()
     name = model or _find_default_model()
-    quiet_transformers()
+    silence_transformers()
     with TemporaryDirectory(prefix="knnstore-demo-") as folder, Bar() as bar:
         options: dict[str, Any] = {"device": runtime.device, "dtype": runtime.dtype, "kind": "causal"}
         ngrams_lm = knnstore.create(Path(folder) / "ngrams.knn", name, key=None, **options)

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from knnstore.checks import printable
-from knnstore.cli.models import Runtime, quiet_transformers
+from knnstore.checks import escape_unprintable
+from knnstore.cli.models import Runtime, silence_transformers
 from knnstore.cli.options import DEFAULT_HOME, HomeOption, JsonOption, ModelAtOption
 from knnstore.cli.output import Bar, format_pairs, print_message, print_result, show_activity
 from knnstore.errors import ConfigError
@@ -56,7 +56,7 @@ def encode(
     """
     worker, workers = _parse_share(shard)
     with show_activity("loading transformers"):
-        quiet_transformers()
+        silence_transformers()
         from knnstore.distributed import PlanFolder, encode_shards
 
     plan_folder = PlanFolder(folder)
@@ -98,7 +98,7 @@ def commit(folder: PlanArgument, *, home: HomeOption = DEFAULT_HOME, as_json: Js
       knnstore commit plan
     """
     with show_activity("loading transformers"):
-        quiet_transformers()
+        silence_transformers()
         from knnstore.distributed import PlanFolder, commit_plan
         from knnstore.store import KNNStore
 
@@ -149,7 +149,7 @@ def plan(
         print_result(rows, "\n".join(lines) or "no plans", as_json=as_json)
         return
     with show_activity("loading transformers"):
-        quiet_transformers()
+        silence_transformers()
         from knnstore.distributed import PlanFolder, drop_plan
 
     plan_folder = PlanFolder(folder)
@@ -170,7 +170,7 @@ def describe_skipped(ids: Sequence[str]) -> str:
     """
     return (
         f"{len(ids):,} documents were left out, because versions of them were stored, replaced, removed or "
-        f"renamed after the plan was made: {printable(', '.join(ids[:5]))}"
+        f"renamed after the plan was made: {escape_unprintable(', '.join(ids[:5]))}"
     )
 
 

@@ -13,7 +13,7 @@ from knnstore.cli.models import StoreRuntime
 from knnstore.cli.options import JsonOption, LeaveOutOption
 from knnstore.cli.output import Bar, convert_to_dict, format_pairs, format_table, print_message, print_result
 from knnstore.cli.retrieval_options import ScoringQuery, SelectionOptions
-from knnstore.documents import TextDocument, is_among
+from knnstore.documents import TextDocument, is_file_in_paths
 from knnstore.errors import ConfigError, KnnstoreError
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def evaluate(
       knnstore eval held-out.jsonl --domain news --k 64 --knn-temperature 20 --lambda 0.5 --json
     """
     # 1) Check the options and the files.
-    if per_token is not None and is_among(per_token, documents.files):
+    if per_token is not None and is_file_in_paths(per_token, documents.files):
         raise ConfigError(
             f"--per-token would replace {per_token}, which is to be evaluated: name another file"
         )
@@ -114,10 +114,10 @@ def evaluate(
                 kind=kind,
             )
         )
-        from knnstore.lm import KNNLMForSeq2SeqLM, TokenTable, replacing, usable_documents
+        from knnstore.lm import KNNLMForSeq2SeqLM, TokenTable, replace_file, usable_documents
 
         table = None if per_token is None else TokenTable()
-        file = None if per_token is None else opened.enter_context(replacing(per_token))
+        file = None if per_token is None else opened.enter_context(replace_file(per_token))
         selection = selected.make_selection()
         settings = query.resolve_settings(lm.store, selection)
         texts: Iterable[TextDocument] = documents.read_documents(bar)

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from knnstore.checks import printable
+from knnstore.checks import escape_unprintable
 from knnstore.cli.inputs import read_lines, read_text
 from knnstore.cli.models import StoreRuntime
-from knnstore.cli.options import JsonOption, seed_option
+from knnstore.cli.options import JsonOption, declare_seed_option
 from knnstore.cli.output import (
     Bar,
     Verbatim,
@@ -68,7 +68,7 @@ def generate(
         ),
     ] = 1.0,
     seed: Annotated[
-        int | None, seed_option("Seed of the random numbers, so that sampling can be repeated.")
+        int | None, declare_seed_option("Seed of the random numbers, so that sampling can be repeated.")
     ] = None,
     beams: BeamsOption = 1,
     draft: Annotated[
@@ -170,7 +170,7 @@ class PromptAndContinuation:
             self._detokenizer = Detokenizer(TokenTexts(self._reader.tokenizer), ids)
             echo(Verbatim(self._prompt), end="")
             return
-        text = "".join(piece.text for token in ids for piece in self._detokenizer.take(token))
+        text = "".join(piece.text for token in ids for piece in self._detokenizer.append_token(token))
         echo(Verbatim(text), end="")
         self._printed_text += text
 
@@ -303,8 +303,9 @@ def search(
 
 def _format_passage_lines(passage: "Passage") -> Iterator[str]:
     """Yield the output lines of a passage: one line with its share and place, then its text, wrapped."""
-    yield f"{passage.share:6.1%}  {printable(f'{passage.domain}/{passage.document}:{passage.position}')}"
-    text = printable(" ".join(passage.text.split()))
+    place = f"{passage.domain}/{passage.document}:{passage.position}"
+    yield f"{passage.share:6.1%}  {escape_unprintable(place)}"
+    text = escape_unprintable(" ".join(passage.text.split()))
     yield from textwrap.wrap(text, 79, initial_indent=" " * 8, subsequent_indent=" " * 8)
 
 
@@ -313,14 +314,14 @@ def _format_token_lines(token: "TokenExplanation") -> Iterator[str]:
     component_shares = [f"{name} {share:.2f}" for name, share in token.shares.items() if name != "model"]
     shares = f" ({', '.join(component_shares)})" if len(component_shares) > 1 else ""
     yield (
-        f"{printable(token.text)!r:<20} p_LM {_format_probability(token.p_lm)}  "
+        f"{escape_unprintable(token.text)!r:<20} p_LM {_format_probability(token.p_lm)}  "
         f"p_kNN {_format_probability(token.p_knn)}  λ {token.lam:.2f}{shares}  "
         f"p {_format_probability(token.p)}"
     )
     for source in token.neighbors:
-        place = printable(f"{source.domain}/{source.document}" if source.domain else source.document)
+        place = escape_unprintable(f"{source.domain}/{source.document}" if source.domain else source.document)
         how = f"{source.matched} tokens" if source.distance is None else f"{source.distance:.1f}"
-        pair = "" if source.source_text is None else f"  <- {printable(source.source_text)}"
+        pair = "" if source.source_text is None else f"  <- {escape_unprintable(source.source_text)}"
         yield f"    {source.share:6.2%}  {how:>8}  {place}:{source.position}  {_format_context(source)}{pair}"
 
 
@@ -368,4 +369,4 @@ def credit_documents(tokens: Sequence["TokenExplanation"]) -> list[dict[str, Any
 
 def _format_context(source: "Source") -> str:
     """Return the text around a retrieved token, with the token in brackets."""
-    return printable(f"{source.context}[{source.text}]{source.continuation}".strip())
+    return escape_unprintable(f"{source.context}[{source.text}]{source.continuation}".strip())

@@ -129,7 +129,7 @@ def adapters(as_json: JsonOption = False) -> None:
     """
     from knnstore.datastore import registry
 
-    descriptions = registry.describe()
+    descriptions = registry.describe_adapters()
     rows = [
         {
             "name": adapter.name,

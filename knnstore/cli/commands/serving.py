@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 import typer
 
-from knnstore.checks import printable
-from knnstore.cli.models import StoreRuntime, quiet_transformers, resolve_model_location
+from knnstore.checks import escape_unprintable
+from knnstore.cli.models import StoreRuntime, resolve_model_location, silence_transformers
 from knnstore.cli.options import DEFAULT_HOME, HomeOption, JsonOption
 from knnstore.cli.output import MessageHandler, format_table, print_message, print_result
 from knnstore.errors import ConfigError
@@ -145,7 +145,7 @@ def serve(
         model_location = resolve_model_location(store, runtime.model_at)
     # 2) Prepare loading the model, and check the vLLM server if there is one.
     _configure_logging()
-    quiet_transformers()
+    silence_transformers()
     from knnstore import KNNSettings, load
     from knnstore.lm import KNNLM
     from knnstore.secret_files import read_secret
@@ -249,7 +249,7 @@ def key_add(
         )
         missing = set(domains or ()) - {domain.name for domain in catalog.domains()}
     if missing:
-        print_message(printable(f"warning: there is no domain {', '.join(sorted(missing))} yet"))
+        print_message(escape_unprintable(f"warning: there is no domain {', '.join(sorted(missing))} yet"))
     print_message("the key is printed only now, so keep it safe: anyone who has it has its rights")
     print_result({**_key_fields(key), "key": secret}, secret, as_json=as_json)
 
@@ -263,7 +263,7 @@ def key_list(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> No
     from knnstore.catalog import AccessKeys
 
     with _open_catalog(home) as catalog:
-        rows = [_key_fields(key) for key in AccessKeys(catalog).all()]
+        rows = [_key_fields(key) for key in AccessKeys(catalog).list_keys()]
     print_result(rows, format_table(rows, _KEY_COLUMNS), as_json=as_json)
 
 
@@ -283,7 +283,7 @@ def key_revoke(
         revoked = AccessKeys(catalog).revoke(id)
     print_result(
         {"revoked": _key_fields(revoked)},
-        printable(f"revoked {revoked.id} {revoked.name}".strip()),
+        escape_unprintable(f"revoked {revoked.id} {revoked.name}".strip()),
         as_json=as_json,
     )
 

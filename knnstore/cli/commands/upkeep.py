@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import knnstore
-from knnstore.checks import printable
+from knnstore.checks import escape_unprintable
 from knnstore.cli.inputs import ParamsOption, read_params
 from knnstore.cli.options import (
     DEFAULT_HOME,
@@ -64,7 +64,7 @@ def tag(
     sentence = (
         f"tags of {document_after.id} in {document_after.domain}: {', '.join(document_after.tags) or 'none'}"
     )
-    print_result(get_fields(document_after), printable(sentence), as_json=as_json)
+    print_result(get_fields(document_after), escape_unprintable(sentence), as_json=as_json)
 
 
 def remove(
@@ -126,7 +126,7 @@ def remove(
         # 2) With --dry-run print them and stop; otherwise remove them, and erase their bytes if requested.
         if dry_run:
             lines = [f"{match.id} of {match.domain}" for match in removed if len(removed) > 1]
-            text = "\n".join(map(printable, [*lines, f"would remove {sentence}"]))
+            text = "\n".join(map(escape_unprintable, [*lines, f"would remove {sentence}"]))
             print_result({"would_remove": result}, text, as_json=as_json)
             return
         if ids or by_kind:
@@ -138,12 +138,12 @@ def remove(
         try:
             erased = store.erase() if erase else None
         except KnnstoreError:
-            print_message(printable(f"{sentence}; `knnstore erase` also erases the bytes"))
+            print_message(escape_unprintable(f"{sentence}; `knnstore erase` also erases the bytes"))
             raise
     for line in erased.unreached if erased else ():
-        print_message(printable(f"not reached: {line}"))
+        print_message(escape_unprintable(f"not reached: {line}"))
     output = {"removed": result} if erased is None else {"removed": result, "erased": asdict(erased)}
-    print_result(output, printable(sentence) + (", and erased" if erased else ""), as_json=as_json)
+    print_result(output, escape_unprintable(sentence) + (", and erased" if erased else ""), as_json=as_json)
 
 
 def _select_for_removal(
@@ -189,7 +189,7 @@ def erase(home: HomeOption = DEFAULT_HOME, as_json: JsonOption = False) -> None:
     with knnstore.open(home, "a") as store, Bar() as bar:
         erased = store.erase(progress=bar)
     for line in erased.unreached:
-        print_message(printable(f"not reached: {line}"))
+        print_message(escape_unprintable(f"not reached: {line}"))
     sentence = f"erased the removed documents in {erased.seconds:.1f} s; {erased.records:,} records remain"
     print_result(asdict(erased), sentence, as_json=as_json)
 
@@ -242,7 +242,7 @@ def move(
             "cannot be recovered"
         )
     if moved.left:
-        print_message(printable(f"the old keys are left at {moved.before.location}: {moved.left}"))
+        print_message(escape_unprintable(f"the old keys are left at {moved.before.location}: {moved.left}"))
     print_result(result, sentence, as_json=as_json)
 
 

@@ -7,16 +7,16 @@ from knnstore.datastore.embedded.codecs import (
     Coding,
     ProductCodec,
     RoundedCodec,
-    checked_kind,
     code_size,
     sample_size,
+    validate_kind,
 )
 from knnstore.datastore.embedded.directory import read_owner, write_owner
 from knnstore.datastore.embedded.exact import compare_rows
 from knnstore.datastore.embedded.group import GroupSearch
 from knnstore.datastore.embedded.log import KeySegments
 from knnstore.datastore.embedded.mapped import MappedFile
-from knnstore.datastore.embedded.merging import stored_keys
+from knnstore.datastore.embedded.merging import convert_to_stored_precision
 from knnstore.datastore.embedded.segment import MappedColumns, Segment, StoredKeys
 
 __all__ = [
@@ -32,11 +32,11 @@ __all__ = [
     "RoundedCodec",
     "Segment",
     "StoredKeys",
-    "checked_kind",
     "code_size",
     "compare_rows",
+    "convert_to_stored_precision",
     "read_owner",
     "sample_size",
-    "stored_keys",
+    "validate_kind",
     "write_owner",
 ]

@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from knnstore.datastore.arguments import checked_k, checked_keys, checked_params, checked_records
+from knnstore.datastore.arguments import validate_k, validate_keys, validate_params, validate_records
 from knnstore.datastore.arrays import Capabilities, DamagedPart, Filter, Groups, Ids, Keys, Metric
-from knnstore.datastore.distances import nearest_rows
+from knnstore.datastore.distances import find_nearest_rows
 from knnstore.datastore.embedded.codecs import Coding
 from knnstore.datastore.embedded.directory import erase_segments, read_owner, write_owner
 from knnstore.datastore.embedded.exact import ExactIndex, NearestRows
@@ -38,7 +38,8 @@ class EmbeddedDatastore(ABC):
         dim: number of components of a vector.
         metric: metric of the distances.
         policy: the engine's parameters, the result of `_make_policy`; None leaves `_policy` as it is.
-        nearest: function that finds the nearest rows of a matrix, as `nearest_rows` does. It searches the
+        nearest: function that finds the nearest rows of a matrix, as `find_nearest_rows` does. It searches
+        the
             records that have no index.
     """
 
@@ -58,7 +59,7 @@ class EmbeddedDatastore(ABC):
         metric: Metric,
         policy: Any = None,
         *,
-        nearest: NearestRows = nearest_rows,
+        nearest: NearestRows = find_nearest_rows,
     ) -> None:
         self._segments = segments
         self._nearest = nearest
@@ -149,7 +150,7 @@ class EmbeddedDatastore(ABC):
         Raises:
             ConfigError: a parameter is unknown or has a bad value.
         """
-        return checked_params(cls.__name__, params, accepted={})
+        return validate_params(cls.__name__, params, accepted={})
 
     @classmethod
     def _choose_coding(cls, policy: Any, dim: int) -> Coding | None:
@@ -226,7 +227,7 @@ class EmbeddedDatastore(ABC):
 
         Searches of this handle find the records at once; `flush` makes them durable.
         """
-        self._segments.append(*checked_records(ids, keys, groups, self._dim))
+        self._segments.append(*validate_records(ids, keys, groups, self._dim))
 
     def search(self, queries: Keys, k: int, *, where: Filter | None = None) -> Neighbors:
         """Find the k nearest records of each query; see `Datastore.search`.
@@ -234,7 +235,7 @@ class EmbeddedDatastore(ABC):
         Records in damaged files are left out. Raises CorruptDatastoreError if no query has a neighbor, and
         records that `where` selects are damaged.
         """
-        queries, k = checked_keys(queries, self._dim, what="queries"), checked_k(k)
+        queries, k = validate_keys(queries, self._dim, what="queries"), validate_k(k)
         ids = where.ids if where and where.groups is None else None
 
         def find_nearest(searches: Sequence[GroupSearch]) -> Neighbors:
@@ -285,16 +286,16 @@ class EmbeddedDatastore(ABC):
         """Write all additions and deletions so far to disk, so that they survive a crash or a power loss."""
         self._segments.flush()
 
-    def damaged(self) -> list[DamagedPart]:
+    def list_damaged_parts(self) -> list[DamagedPart]:
         """Return a report on each segment (set of files with records) that is known to be damaged.
 
         The list is empty if no damage is known. The method does not read the files; `verify` does.
         """
-        return self._segments.damaged()
+        return self._segments.list_damaged_parts()
 
-    def abandon(self, part: DamagedPart) -> None:
+    def remove_damaged_part(self, part: DamagedPart) -> None:
         """Remove a damaged segment and its records, durably. Other changes become durable too."""
-        self._segments.abandon(part)
+        self._segments.remove_damaged_part(part)
 
     def optimize(self) -> None:
         """Merge segments, reclaim the space of deleted records, and build missing indexes.
@@ -304,7 +305,7 @@ class EmbeddedDatastore(ABC):
         records. Missing files with checksums are written too. Damaged segments are skipped.
         """
         self._segments.compact(ratio=self.merge_ratio)
-        for segments in self._segments.by_group().values():
+        for segments in self._segments.segments_by_group().values():
             live_rows = sum(segment.live for segment in segments)
             for segment in segments:
                 try:
@@ -312,7 +313,7 @@ class EmbeddedDatastore(ABC):
                 except CorruptDatastoreError:
                     if segment.columns.problem is None:
                         raise
-        self._segments.by_group()  # logs damage that was found
+        self._segments.segments_by_group()  # logs damage that was found
 
     def vacuum(self) -> None:
         """Rewrite all files that contain deleted or replaced records, without these records.
@@ -357,7 +358,7 @@ class EmbeddedDatastore(ABC):
         Args:
             where: the filter of a search; None selects all records.
         """
-        for part in self._segments.damaged():
+        for part in self._segments.list_damaged_parts():
             if where is None or (
                 part.group in where.groups if where.groups is not None else part.ids & where.ids
             ):

@@ -66,7 +66,7 @@ class Codec(ABC):
         """Compress keys, float32, shape (n, dim), to codes, uint8, shape (n, size), in the same order."""
 
     @abstractmethod
-    def turned(self, codes: Codes) -> Keys:
+    def decode_rotated(self, codes: Codes) -> Keys:
         """Decode codes (compressed keys) to approximate keys that are multiplied by `rotation`.
 
         Args:
@@ -89,7 +89,7 @@ class Codec(ABC):
 
         Codes are compressed keys.
         """
-        turned = self.turned(codes)
+        turned = self.decode_rotated(codes)
         return turned if self.rotation is None else turned @ self.rotation.T
 
 
@@ -109,7 +109,7 @@ class RoundedCodec(Codec):
         rounded = np.rint(keys / scales).astype(np.int8)
         return np.concatenate([scales.view(np.uint8), rounded.view(np.uint8)], axis=1)
 
-    def turned(self, codes: Codes) -> Keys:
+    def decode_rotated(self, codes: Codes) -> Keys:
         """Decode codes (compressed keys), uint8, shape (n, 4 + dim), to keys, float32, shape (n, dim).
 
         The keys are approximate. They are not rotated, because this codec has no rotation.
@@ -203,7 +203,7 @@ class ProductCodec(Codec):
                 codes[rows, part + 1] = _find_nearest_entries(np.ascontiguousarray(pieces[:, part]), book)
         return codes
 
-    def turned(self, codes: Codes) -> Keys:
+    def decode_rotated(self, codes: Codes) -> Keys:
         """Decode codes to approximate rotated keys: the center plus the codebook vector of each part.
 
         Codes are compressed keys.
@@ -226,7 +226,7 @@ class ProductCodec(Codec):
         return b"".join(array.tobytes() for array in self._stored)
 
 
-def checked_kind(kind: object) -> str:
+def validate_kind(kind: object) -> str:
     """Return the name of a kind of codes (compressed keys), if it is known.
 
     Args:

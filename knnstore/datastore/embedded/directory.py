@@ -11,7 +11,14 @@ from collections.abc import Collection
 from pathlib import Path
 
 from knnstore.datastore.embedded.manifest import NAME
-from knnstore.durable import WriterLock, publish, read_file, remove, remove_folder, sync_directory
+from knnstore.durable import (
+    WriterLock,
+    read_file,
+    remove_durably,
+    remove_folder,
+    sync_directory,
+    write_atomically,
+)
 from knnstore.errors import CorruptDatastoreError, DatastoreError
 from knnstore.space import choose_write_error
 
@@ -58,7 +65,7 @@ def remove_strays(root: Path, names_to_keep: Collection[str]) -> None:
     """
     for path in list_datastore_files(root):
         if f"{path.parent.name}/{path.name}" not in names_to_keep:
-            remove(path)
+            remove_durably(path)
 
 
 def erase_segments(root: Path) -> None:
@@ -77,15 +84,15 @@ def erase_segments(root: Path) -> None:
         return
     lock = WriterLock(root)
     try:
-        remove(root / NAME)  # without it the other files are no datastore
+        remove_durably(root / NAME)  # without it the other files are no datastore
         sync_directory(root)
         for path in list_datastore_files(root):
-            remove(path)
+            remove_durably(path)
         for folder in FOLDERS:  # while these exist, a missing manifest is an error
             remove_folder(root / folder)
         sync_directory(root)  # the owner stays known as long as a file exists
         for name in (f"{NAME}.tmp", "writer.json", "writer.lock", "owner.tmp", "owner"):
-            remove(root / name)
+            remove_durably(root / name)
         remove_folder(root)
         sync_directory(root.parent)
     finally:
@@ -134,7 +141,7 @@ def write_owner(root: Path, owner: str) -> None:
         DatastoreError: the file cannot be written.
     """
     try:
-        publish(root / "owner", f"{_hash_owner(owner)} {owner}\n".encode(), "owner")
+        write_atomically(root / "owner", f"{_hash_owner(owner)} {owner}\n".encode(), "owner")
     except OSError as error:
         raise choose_write_error(error)(
             f"cannot write {root / 'owner'}: {error.strerror}; free space or repair the disk, then try again"

@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knnstore.datastore.arrays import Distances, Keys, Metric
-from knnstore.datastore.distances import BLOCK_VALUES, nearest_rows, paired
+from knnstore.datastore.distances import BLOCK_VALUES, find_nearest_rows, paired_distances
 from knnstore.datastore.embedded.segment import Columns, Segment
-from knnstore.datastore.neighbors import Neighbors, merge
+from knnstore.datastore.neighbors import Neighbors, merge_neighbors
 from knnstore.datastore.ranges import IdRanges
 
 _CHUNK = 1 << 16  # rows converted, moved or gathered at a time
@@ -25,7 +25,7 @@ _NOISE = 2e-6
 _SPARE = 8  # neighbors searched beyond k, to see whether others are as near as the k-th
 
 NearestRows = Callable[[Keys, Keys, int, Metric, Distances], Neighbors]
-"""Finds the k nearest rows of a matrix, as `nearest_rows` does."""
+"""Finds the k nearest rows of a matrix, as `find_nearest_rows` does."""
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class ExactIndex:
         nearest: function that finds the nearest rows of a matrix.
     """
 
-    def __init__(self, dim: int, metric: Metric, nearest: NearestRows = nearest_rows) -> None:
+    def __init__(self, dim: int, metric: Metric, nearest: NearestRows = find_nearest_rows) -> None:
         self._dim = dim
         self._metric = metric
         self._nearest = nearest
@@ -105,7 +105,7 @@ class ExactIndex:
         """
         reachable = min(k + _SPARE, self._rows)
         if reachable == 0 or len(queries) == 0:
-            return Neighbors.nothing(len(queries), k)
+            return Neighbors.all_missing(len(queries), k)
         centered = queries - self._center
         slices = np.array([[0, self._rows]]) if ids is None else self._find_slices(ids)
         neighbors = self._search_slices(centered, reachable, slices)
@@ -113,7 +113,7 @@ class ExactIndex:
             self._recompute_inexact(neighbors, queries, centered)
         if reachable > k:
             neighbors = self._select_nearest(neighbors, k, queries, centered, slices)
-        return neighbors.named(self._ids).padded(k)
+        return neighbors.map_rows_to_ids(self._ids).pad_columns(k)
 
     def _replace_segments(self, segments: Sequence[Segment]) -> None:
         """Change the matrix so that it has the keys of exactly the live records of `segments`.
@@ -158,9 +158,9 @@ class ExactIndex:
             if isinstance(rows, slice):
                 nearest_in_piece.ids[nearest_in_piece.ids >= 0] += rows.start
             else:
-                nearest_in_piece = nearest_in_piece.named(rows)
-            parts = [merge([*parts, nearest_in_piece], len(queries), k)]
-        return merge(parts, len(queries), k)
+                nearest_in_piece = nearest_in_piece.map_rows_to_ids(rows)
+            parts = [merge_neighbors([*parts, nearest_in_piece], len(queries), k)]
+        return merge_neighbors(parts, len(queries), k)
 
     @staticmethod
     def _split_slices(slices: NDArray[np.int64]) -> Iterator[slice | NDArray[np.int64]]:
@@ -180,7 +180,7 @@ class ExactIndex:
 
     def _find_slices(self, ids: IdRanges) -> NDArray[np.int64]:
         """Return the matrix rows whose record ids are in `ids`: ranges [start, stop), int64, shape (s, 2)."""
-        slices = [ids.rows_in(self._ids[span.start : span.stop]) + span.start for span in self._spans]
+        slices = [ids.find_slices(self._ids[span.start : span.stop]) + span.start for span in self._spans]
         return np.concatenate([np.empty((0, 2), np.int64), *slices])
 
     def _recompute_inexact(self, neighbors: Neighbors, queries: Keys, centered: Keys) -> None:
@@ -226,8 +226,8 @@ class ExactIndex:
             Distances, float32, shape (n,).
         """
         if self._in_half:
-            return paired(queries, self._matrix[rows] + self._center, self._metric)
-        return paired(centered, self._matrix[rows], self._metric)
+            return paired_distances(queries, self._matrix[rows] + self._center, self._metric)
+        return paired_distances(centered, self._matrix[rows], self._metric)
 
     def _select_nearest(
         self, neighbors: Neighbors, k: int, queries: Keys, centered: Keys, slices: NDArray[np.int64]
@@ -312,7 +312,7 @@ class ExactIndex:
         else:
             former_rows = (IdRanges([(0, segment.rows)]) - span.dead).ids()
             alive = np.flatnonzero(~segment.dead.contains(former_rows))
-            self._move_rows(IdRanges.of_ids(alive + span.start))
+            self._move_rows(IdRanges.from_ids(alive + span.start))
         if self._rows > start:
             self._spans.append(_Span(segment.columns, segment.dead, start, self._rows))
 
@@ -377,7 +377,7 @@ def compare_rows(
     queries: Keys,
     k: int,
     metric: Metric,
-    nearest: NearestRows = nearest_rows,
+    nearest: NearestRows = find_nearest_rows,
 ) -> Neighbors:
     """Find for each query the k nearest of some records of a segment, by comparing with each record.
 
@@ -394,13 +394,13 @@ def compare_rows(
         compare with, each missing neighbor has id -1 and distance +inf.
     """
     numbers = rows.ids()
-    neighbors = Neighbors.nothing(len(queries), k)
+    neighbors = Neighbors.all_missing(len(queries), k)
     for start in range(0, len(numbers), _CHUNK):
         chunk = numbers[start : start + _CHUNK]
         ids, keys = segment.columns.ids[chunk], segment.columns.keys_at(chunk)
         index = ExactIndex(queries.shape[1], metric, nearest)
-        index.update([Segment.in_memory(segment.group, ids, keys)])
-        neighbors = merge([neighbors, index.search(queries, k, None)], len(queries), k)
+        index.update([Segment.from_arrays(segment.group, ids, keys)])
+        neighbors = merge_neighbors([neighbors, index.search(queries, k, None)], len(queries), k)
     return neighbors
 
 

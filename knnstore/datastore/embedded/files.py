@@ -15,7 +15,7 @@ from knnstore.datastore.embedded.directory import make_folders, remove_strays
 from knnstore.datastore.embedded.manifest import Manifest, SegmentEntry
 from knnstore.datastore.embedded.merging import CHUNK_SIZE, file_names, write_segment
 from knnstore.datastore.embedded.segment import MappedColumns, Segment
-from knnstore.durable import FileWriter, StoredFile, publish, remove, sync_directory
+from knnstore.durable import FileWriter, StoredFile, remove_durably, sync_directory, write_atomically
 from knnstore.errors import (
     CorruptDatastoreError,
     DatastoreError,
@@ -165,7 +165,7 @@ class SegmentFiles:
         current_entries = {entry.name: entry for entries in groups.values() for entry in entries}
         removed_names = {name for name, entry in old_entries.items() if current_entries.get(name) != entry}
         new_entries = [entry for name, entry in current_entries.items() if old_entries.get(name) != entry]
-        manifest = self.manifest.changed(removed_names, new_entries, self._write_part)
+        manifest = self.manifest.replace_segments(removed_names, new_entries, self._write_part)
         manifest = replace(manifest, next_number=self._next_number)
         failpoint("segments.publish")
         manifest.write(self._root)
@@ -182,7 +182,7 @@ class SegmentFiles:
         call tries again to remove this file and the remaining files.
         """
         for name in sorted(self._unnamed):
-            remove(self._root / name)
+            remove_durably(self._root / name)
             self.on_disk.discard(name)
             self._unnamed.discard(name)
 
@@ -299,7 +299,7 @@ def write_digests(root: Path, segment: Segment) -> None:
     """
     columns = segment.columns
     if segment.entry and isinstance(columns, MappedColumns) and columns.keys_file.lacks_digests:
-        publish(root / segment.entry.digests, columns.digests(), "digests")
+        write_atomically(root / segment.entry.digests, columns.compute_block_digests(), "digests")
         columns.keys_file.lacks_digests = False
 
 

@@ -18,7 +18,7 @@ from knnstore.datastore.arrays import Keys
 from knnstore.datastore.embedded.exact import ExactIndex
 from knnstore.datastore.embedded.log import KeySegments
 from knnstore.datastore.embedded.segment import Segment
-from knnstore.datastore.neighbors import Neighbors, merge
+from knnstore.datastore.neighbors import Neighbors, merge_neighbors
 from knnstore.datastore.ranges import IdRanges
 from knnstore.durable import StoredFile
 from knnstore.errors import CorruptDatastoreError
@@ -43,7 +43,7 @@ class SegmentIndex(Protocol):
         No search may run during the call.
         """
 
-    def matching(self, ids: IdRanges | None) -> Any:
+    def select_records(self, ids: IdRanges | None) -> Any:
         """Select records of the segment for a search. Deleted and replaced records are never selected.
 
         Args:
@@ -60,7 +60,7 @@ class SegmentIndex(Protocol):
         Args:
             queries: query vectors, float32, shape (q, dim), q >= 1.
             k: number of neighbors, >= 1.
-            matching: the selected records, a result of the method `matching`; at least one record.
+            matching: the selected records, a result of the method `select_records`; at least one record.
 
         Returns:
             Record ids and distances, each of shape (q, k), nearest first. If fewer than k records are
@@ -74,7 +74,7 @@ class GroupSearch(Protocol):
     rows: int
     """Number of records of the group; deleted and replaced records do not count."""
 
-    def holds(self, segments: Sequence[Segment]) -> bool:
+    def holds_segments(self, segments: Sequence[Segment]) -> bool:
         """Check whether `segments` is the same object that the last call of `update` received.
 
         Returns False for another object with equal segments.
@@ -137,8 +137,8 @@ class GroupIndex:
         self.rows = 0
         """Number of records of the group; deleted and replaced records do not count."""
 
-    def holds(self, segments: Sequence[Segment]) -> bool:
-        """Check whether `segments` is the object of the last successful `update`; see `GroupSearch.holds`."""
+    def holds_segments(self, segments: Sequence[Segment]) -> bool:
+        """Check whether `segments` is the object of the last successful `update`."""
         return self._segments is segments
 
     def update(self, segments: Sequence[Segment]) -> None:
@@ -164,7 +164,9 @@ class GroupIndex:
 
         Segments with an index are searched approximately, all other records exactly.
         """
-        indexes_with_rows = [(index, rows) for index in self._indexes if (rows := index.matching(ids)).size]
+        indexes_with_rows = [
+            (index, rows) for index in self._indexes if (rows := index.select_records(ids)).size
+        ]
         if not indexes_with_rows or len(queries) == 0:
             return self._exact.search(queries, k, ids)
         exact_rows = self._exact.count(ids)
@@ -176,17 +178,17 @@ class GroupIndex:
             share = min(k, math.ceil(_MARGIN * k * matching.size / total) + _LEAST)
             parts.append(index.search(queries, share, matching))
         # 2) A segment whose last neighbor is among the k nearest may hold more: ask it again for k.
-        neighbors = merge([*exact_parts, *parts], len(queries), k)
+        neighbors = merge_neighbors([*exact_parts, *parts], len(queries), k)
         for (_, matching), part in zip(indexes_with_rows, parts, strict=True):
             if part.ids.shape[1] < min(k, matching.size):
                 is_incomplete |= part.distances[:, -1] <= neighbors.distances[:, -1]
         repeated_queries = np.flatnonzero(is_incomplete)
         if len(repeated_queries):
-            parts = [part.rows(repeated_queries) for part in exact_parts]
+            parts = [part.select_rows(repeated_queries) for part in exact_parts]
             parts += [
                 index.search(queries[repeated_queries], k, matching) for index, matching in indexes_with_rows
             ]
-            neighbors.put(repeated_queries, merge(parts, len(repeated_queries), k))
+            neighbors.replace_rows(repeated_queries, merge_neighbors(parts, len(repeated_queries), k))
         return neighbors
 
     def _open_index(
@@ -272,14 +274,14 @@ class GroupSearches:
             try:
                 return self._search_once(groups, search, create)
             except CorruptDatastoreError:
-                damage = len(self._segments.damaged())
+                damage = len(self._segments.list_damaged_parts())
                 if damage == known_damage:
                     raise
                 known_damage = damage
 
     def close(self) -> None:
         """Close the datastore directory and drop all `GroupSearch` objects. Waits for running searches."""
-        with self._lock.writing():
+        with self._lock.write_lock():
             self._searches, self._current_segments = {}, {}
             self._segments.close()
 
@@ -292,13 +294,13 @@ class GroupSearches:
         """Update the `GroupSearch` objects if needed, call `search` with them, and return its result."""
         was_updated = False
         while True:
-            with self._lock.reading():
+            with self._lock.read_lock():
                 # Update at most once: a busy writer must not delay a search for ever.
-                if (was_updated or self._segments.by_group() is self._current_segments) and self._are_current(
-                    groups
-                ):
+                if (
+                    was_updated or self._segments.segments_by_group() is self._current_segments
+                ) and self._are_current(groups):
                     return search([self._searches[group] for group in self._select_groups(groups)])
-            with self._lock.writing():
+            with self._lock.write_lock():
                 self._update_searches(groups, create)
             was_updated = True
 
@@ -324,7 +326,7 @@ class GroupSearches:
                 ignored.
         """
         return all(
-            group in self._searches and self._searches[group].holds(self._current_segments[group])
+            group in self._searches and self._searches[group].holds_segments(self._current_segments[group])
             for group in self._select_groups(groups)
         )
 
@@ -341,14 +343,14 @@ class GroupSearches:
         """
         while True:
             # Read the newest segments again: another thread may have updated meanwhile.
-            self._current_segments = self._segments.by_group()
+            self._current_segments = self._segments.segments_by_group()
             for group in self._searches.keys() - self._current_segments.keys():
                 del self._searches[group]
             with suppress(FileNotFoundError):  # a writer replaced an index while a reader opened it
                 for group in self._select_groups(groups):
                     if group not in self._searches:
                         self._searches[group] = create()
-                    if not self._searches[group].holds(self._current_segments[group]):
+                    if not self._searches[group].holds_segments(self._current_segments[group]):
                         self._searches[group].update(self._current_segments[group])
                 return
 
@@ -366,7 +368,7 @@ class ReadersWriterLock:
         self._written = False
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
+    def read_lock(self) -> Iterator[None]:
         """Hold the lock during the ``with`` block, together with other reading threads.
 
         First waits until no thread holds the lock for writing, and no thread waits to write.
@@ -384,7 +386,7 @@ class ReadersWriterLock:
                     self._changed.notify_all()
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
+    def write_lock(self) -> Iterator[None]:
         """Hold the lock during the ``with`` block, while no other thread holds it.
 
         First waits until no other thread holds the lock for reading or writing.

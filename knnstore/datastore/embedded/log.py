@@ -21,10 +21,10 @@ from knnstore.datastore.embedded.files import SegmentFiles, translate_write_erro
 from knnstore.datastore.embedded.manifest import IndexEntry, Manifest
 from knnstore.datastore.embedded.merging import (
     add_buffered,
+    convert_to_stored_precision,
     estimate_size,
     mark_rows_dead,
     plan_merges,
-    stored_keys,
 )
 from knnstore.datastore.embedded.reader import SegmentReader
 from knnstore.datastore.embedded.segment import Segment
@@ -49,9 +49,9 @@ class KeySegments(SegmentReader):
 
     A segment is an immutable set of files with records of one group (a numbered set of records, such as a
     domain). Only one thread may make changes. At the same time any number of threads may read the segments
-    that `by_group` and `snapshot` return. A failed operation can be repeated. The files that a failed
-    operation leaves behind are removed by the next successful change, or when the directory is next opened
-    for writing.
+    that `segments_by_group` and `snapshot` return. A failed operation can be repeated. The files that a
+    failed operation leaves behind are removed by the next successful change, or when the directory is next
+    opened for writing.
 
     Args:
         root: a directory that only this datastore uses; created unless mode is ``"r"``.
@@ -109,7 +109,7 @@ class KeySegments(SegmentReader):
 
         Searches in this process find the records at once. The records are buffered in memory. When the buffer
         exceeds 16 MiB, its records are written to files. `flush` makes the records durable. The arguments
-        must be valid, as `checked_records` returns them.
+        must be valid, as `validate_records` returns them.
 
         Args:
             ids: record ids, int64, shape (n,), without duplicates, in any order; n may be 0.
@@ -135,13 +135,15 @@ class KeySegments(SegmentReader):
                 searched_groups,
                 int(ids[0]),
                 int(ids[-1]),
-                lambda segment: segment.rows_with(ids),
+                lambda segment: segment.find_rows_of_ids(ids),
             )
             if changed:
                 self.replacements += 1
             for group in np.unique(groups).tolist():
                 in_group = groups == group
-                new_segment = Segment.in_memory(group, ids[in_group], stored_keys(keys[order[in_group]]))
+                new_segment = Segment.from_arrays(
+                    group, ids[in_group], convert_to_stored_precision(keys[order[in_group]])
+                )
                 changed[group] = add_buffered(changed.get(group, self._groups.get(group, ())), new_segment)
             self._set_segments(changed)
 
@@ -160,18 +162,22 @@ class KeySegments(SegmentReader):
             first, last = int(ids.starts[0]), int(ids.stops[-1]) - 1
             self._set_segments(
                 mark_rows_dead(
-                    self._groups, self._groups, first, last, lambda segment: segment.rows_known(ids)
+                    self._groups,
+                    self._groups,
+                    first,
+                    last,
+                    lambda segment: segment.find_rows_if_readable(ids),
                 )
             )
 
-    def abandon(self, part: DamagedPart) -> None:
+    def remove_damaged_part(self, part: DamagedPart) -> None:
         """Remove a damaged segment (a set of files with records) from the datastore, durably.
 
         The records of the segment are lost, and its files are removed. Changes that were not flushed become
         durable too.
 
         Args:
-            part: the damaged segment, a result of `damaged`.
+            part: the damaged segment, a result of `list_damaged_parts`.
         """
         self._check_writable()
         with self._mutex:
@@ -217,7 +223,7 @@ class KeySegments(SegmentReader):
         """
         self.flush()
         with self._mutex:
-            for group, segments in self.by_group().items():
+            for group, segments in self.segments_by_group().items():
                 is_coded = self._files.are_coded(segments)
                 for segment in segments:
                     lacks_codes = is_coded and segment.columns.codec_file is None
@@ -249,7 +255,7 @@ class KeySegments(SegmentReader):
         """
         self.flush()
         with self._mutex, translate_write_errors(self.root):
-            sparse = [segment for segment in self.readable() if segment.dead]
+            sparse = [segment for segment in self.list_readable_segments() if segment.dead]
             needed = sum(estimate_size([segment], self._manifest.dim) for segment in sparse)
             check_space(self.root, needed, "erasing")
             for segment in sparse:
@@ -344,7 +350,9 @@ class KeySegments(SegmentReader):
             indexed: True to merge all segments; the index of a merged segment is lost and must be built
                 again. False to merge only segments without an index.
         """
-        segments = [segment for segment in self.by_group().get(group, ()) if indexed or segment.index is None]
+        segments = [
+            segment for segment in self.segments_by_group().get(group, ()) if indexed or segment.index is None
+        ]
         for run in plan_merges(segments, ratio):
             self._rewrite_and_publish(run)
 

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from knnstore.datastore.arrays import Metric
-from knnstore.datastore.embedded.codecs import CodesEntry, checked_kind, code_size
+from knnstore.datastore.embedded.codecs import CodesEntry, code_size, validate_kind
 from knnstore.datastore.embedded.mapped import MappedFile
 from knnstore.datastore.embedded.packed_ids import packed_size
 from knnstore.datastore.records import ID_LIMIT
-from knnstore.durable import NoFileError, StoredFile, publish, read_file
+from knnstore.durable import NoFileError, StoredFile, read_file, write_atomically
 from knnstore.errors import ConfigError, CorruptDatastoreError, DatastoreNotFoundError
 
 _FILE = re.compile(r"(segments|indexes)/\d{8,}\.(keys|ids|digests|codec|index)")
@@ -232,7 +232,7 @@ class Manifest:
         names = {name for entry in self.segments for name in entry.file_names()}
         return names.union(part.file.name for part in self.parts)
 
-    def changed(
+    def replace_segments(
         self,
         removed_names: Set[str],
         added_entries: Iterable[SegmentEntry],
@@ -279,7 +279,9 @@ class Manifest:
             "parts": [part.file for part in self.parts],
         }
         text = _render_canonical(content)
-        publish(root / NAME, f'{{"sha256":"{_hash_text(text)}","content":{text}}}'.encode(), "manifest")
+        write_atomically(
+            root / NAME, f'{{"sha256":"{_hash_text(text)}","content":{text}}}'.encode(), "manifest"
+        )
 
     @classmethod
     def read(cls, root: Path, known: Iterable[ManifestPart] = ()) -> "Manifest":
@@ -361,7 +363,7 @@ def _parse_segment(entry: dict[str, Any], dim: int) -> SegmentEntry:
         ids=StoredFile(**entry.pop("ids")),
         dead=tuple((start, stop) for start, stop in entry.pop("dead")),
         index=index and IndexEntry(StoredFile(**index["file"]), index["parameters"]),
-        codes=codes and CodesEntry(checked_kind(codes["kind"]), StoredFile(**codes["file"])),
+        codes=codes and CodesEntry(validate_kind(codes["kind"]), StoredFile(**codes["file"])),
         **entry,
     )
     # No name may lead out of the folder, and no value of a wrong type may be used later.

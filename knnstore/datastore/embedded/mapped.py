@@ -70,9 +70,9 @@ class MappedFile:
             CorruptDatastoreError: the content differs.
         """
         if not self.checked:
-            self.digests()
+            self.compute_block_digests()
 
-    def digests(self) -> bytes:
+    def compute_block_digests(self) -> bytes:
         """Return the SHA-256 digest of each block of the file, after comparing the content with its SHA-256.
 
         The SHA-256 of the file is the hash of all digests.

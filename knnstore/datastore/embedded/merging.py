@@ -59,11 +59,11 @@ def merge_records(
     """
     rest = _Rows.empty()
     for chunk in _iterate_rows(segments, ids, batch_size):
-        rows = _Rows.joined([rest, chunk])
+        rows = _Rows.concatenate([rest, chunk])
         complete = len(rows.ids) // batch_size * batch_size
         for start in range(0, complete, batch_size):
-            yield _read_records(segments, rows.part(slice(start, start + batch_size)), codec)
-        rest = rows.part(slice(complete, None))
+            yield _read_records(segments, rows.select(slice(start, start + batch_size)), codec)
+        rest = rows.select(slice(complete, None))
     if len(rest.ids):
         yield _read_records(segments, rest, codec)
 
@@ -87,11 +87,11 @@ class _Rows(NamedTuple):
         return cls(*np.empty((3, 0), np.int64))
 
     @classmethod
-    def joined(cls, parts: Sequence[Self]) -> Self:
+    def concatenate(cls, parts: Sequence[Self]) -> Self:
         """Return one object with the references of one or more objects, in the given order, not sorted."""
         return cls(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
-    def part(self, selection: slice | NDArray[np.int64]) -> Self:
+    def select(self, selection: slice | NDArray[np.int64]) -> Self:
         """Return an object with some of the references.
 
         Args:
@@ -113,22 +113,22 @@ def _iterate_rows(segments: Sequence[Segment], ids: IdRanges | None, batch_size:
     unopened = sorted(range(len(segments)), key=lambda owner: segments[owner].first_id, reverse=True)
     cursors: list[_Cursor] = []
     while cursors or unopened:
-        bound = min((cursor.id_after(batch_size) for cursor in cursors), default=ID_LIMIT)
+        bound = min((cursor.peek_id_after(batch_size) for cursor in cursors), default=ID_LIMIT)
         while unopened and segments[unopened[-1]].first_id <= bound:
             owner = unopened.pop()
             cursor = _Cursor(owner, segments[owner], segments[owner].live_rows(ids))
             if cursor.advance():
                 cursors.append(cursor)
-                bound = min(bound, cursor.id_after(batch_size))
+                bound = min(bound, cursor.peek_id_after(batch_size))
         # All rows up to the least id at which a segment's share ends are known now.
         sharing = [cursor for cursor in cursors if cursor.next_id <= bound]
         share = max(_LEAST_SHARE, batch_size // max(1, len(sharing)))
-        bound = min([bound, *(cursor.id_after(share) for cursor in sharing)])
+        bound = min([bound, *(cursor.peek_id_after(share) for cursor in sharing)])
         row_parts = [_take_rows(cursor, bound) for cursor in sharing if cursor.next_id <= bound]
         cursors = [cursor for cursor in cursors if cursor.advance()]
         if len(row_parts) > 1:
-            rows = _Rows.joined(row_parts)
-            yield rows.part(np.argsort(rows.ids))
+            rows = _Rows.concatenate(row_parts)
+            yield rows.select(np.argsort(rows.ids))
         else:
             yield from row_parts
 
@@ -212,7 +212,7 @@ class _Cursor:
         self.next_id = self._read_id(self._done)
         return True
 
-    def id_after(self, rows: int) -> int:
+    def peek_id_after(self, rows: int) -> int:
         """Return the record id up to which `take` would return the next `rows` selected records.
 
         If fewer selected records are left, the result is the id of the last selected record. The cursor does
@@ -411,7 +411,7 @@ def file_names(name: str) -> tuple[str, str, str]:
     return f"segments/{name}.keys", f"segments/{name}.ids", f"segments/{name}.digests"
 
 
-def stored_keys(keys: Keys) -> StoredKeys:
+def convert_to_stored_precision(keys: Keys) -> StoredKeys:
     """Convert keys to the precision in which they are stored.
 
     Args:
@@ -452,7 +452,7 @@ def add_buffered(segments: Sequence[Segment], new_segment: Segment) -> list[Segm
         if len(live_rows) and last.last_id > new_segment.first_id:
             order = np.argsort(ids)
             ids, keys = ids[order], keys[order]
-        new_segment = Segment.in_memory(new_segment.group, ids, keys)
+        new_segment = Segment.from_arrays(new_segment.group, ids, keys)
 
 
 def mark_rows_dead(
@@ -485,5 +485,5 @@ def mark_rows_dead(
                 rows = find_rows(segment) - segment.dead
                 if rows:
                     group_segments = changed.setdefault(group, list(groups[group]))
-                    group_segments[group_segments.index(segment)] = segment.without(rows)
+                    group_segments[group_segments.index(segment)] = segment.mark_dead(rows)
     return changed

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knnstore.datastore.arrays import Ids
-from knnstore.datastore.records import positions_of, record_ids, tokens_of
+from knnstore.datastore.records import positions_from_ids, record_ids, tokens_from_ids
 
 _LOW_BITS = 16
 _RUN_SIZE = 16
@@ -35,7 +35,7 @@ def is_worth_packing(parts: Iterable[Ids]) -> bool:
     rows = runs = 0
     for ids in parts:
         rows += len(ids)
-        runs += int(_mark_run_starts(positions_of(ids), _NONE).sum())
+        runs += int(_mark_run_starts(positions_from_ids(ids), _NONE).sum())
     return packed_size(rows, runs, wide=True) < 8 * rows
 
 
@@ -72,7 +72,7 @@ class IdsPacker:
         Returns:
             The low 16 bits of each id's token, uint16, shape (n,).
         """
-        positions, tokens = positions_of(ids), tokens_of(ids)
+        positions, tokens = positions_from_ids(ids), tokens_from_ids(ids)
         run_starts = np.flatnonzero(_mark_run_starts(positions, self._last))
         self._runs.append(np.stack([run_starts + self._rows, positions[run_starts]], axis=1))
         self._high.append((tokens >> _LOW_BITS).astype(np.uint8))
@@ -114,7 +114,7 @@ class PackedIds:
         self._starts = np.ascontiguousarray(table[:, 0])
         self._before = table[:, 1] - table[:, 0]  # position minus row number, the same in a run
 
-    def at(self, rows: NDArray[np.int64]) -> Ids:
+    def decode_rows(self, rows: NDArray[np.int64]) -> Ids:
         """Return the record ids with some indices in the file, int64, in the shape of `rows`.
 
         Args:
@@ -126,7 +126,7 @@ class PackedIds:
             tokens |= self._high[rows].astype(np.int64) << _LOW_BITS
         return record_ids(self._before[run_indices] + rows, tokens)
 
-    def all(self) -> Ids:
+    def decode_all(self) -> Ids:
         """Return all record ids of the file, int64, ascending."""
         rows = np.arange(len(self._low))
         lengths = np.diff(self._starts, append=len(rows))

@@ -57,12 +57,12 @@ class SegmentReader:
         self._parts: tuple[ManifestPart, ...] = ()
         self._groups: Mapping[int, Group] = {}
         self._damaged_segments: dict[StoredFile, int] = {}  # damaged segments; see `MappedColumns`
-        # The last result of `by_group`, after the groups and the damage that it was made for.
+        # The last result of `segments_by_group`, after the groups and the damage that it was made for.
         self._sound: tuple[Mapping[int, Group], dict[StoredFile, int], Mapping[int, Group]] = ({}, {}, {})
         self._hashed: set[StoredFile] = set()
         self._logged_problems: set[str] = set()  # problems that were logged
 
-    def by_group(self) -> Mapping[int, Group]:
+    def segments_by_group(self) -> Mapping[int, Group]:
         """Return the segments of each group by group number, without segments that are known to be damaged.
 
         A segment is a set of immutable files with records of one group. If the directory is open for reading
@@ -81,15 +81,15 @@ class SegmentReader:
             self._sound = groups, damage, sound
         return sound
 
-    def readable(self) -> Group:
+    def list_readable_segments(self) -> Group:
         """Return the segments (immutable sets of records) of all groups, without known damaged segments."""
-        return tuple(chain.from_iterable(self.by_group().values()))
+        return tuple(chain.from_iterable(self.segments_by_group().values()))
 
     def snapshot(self) -> Group:
         """Return the segments (immutable sets of records) of all groups, damaged segments included."""
         return tuple(chain.from_iterable(self._get_current_groups().values()))
 
-    def damaged(self) -> list[DamagedPart]:
+    def list_damaged_parts(self) -> list[DamagedPart]:
         """Return a report on each segment that is known to be damaged; empty if no segment is.
 
         The files are not read to look for damage; `verify` does that.
@@ -129,7 +129,9 @@ class SegmentReader:
         Raises:
             CorruptDatastoreError: a segment turns out to be damaged. The next call leaves this segment out.
         """
-        for batch_ids, keys, groups in merge_records(self.readable(), ids=ids, batch_size=batch_size):
+        for batch_ids, keys, groups in merge_records(
+            self.list_readable_segments(), ids=ids, batch_size=batch_size
+        ):
             yield np.array(batch_ids), keys.astype(np.float32, copy=False), groups
 
     def is_intact(self, file: StoredFile) -> bool:
@@ -159,7 +161,7 @@ class SegmentReader:
             One line of text for each problem; empty if no problem is found.
         """
         while True:
-            first_signature = self._read_signature()
+            first_signature = self._read_manifest_signature()
             try:
                 manifest = Manifest.read(self.root)
             except (CorruptDatastoreError, DatastoreNotFoundError) as error:
@@ -167,7 +169,7 @@ class SegmentReader:
             else:
                 problems = [problem for entry in manifest.segments for problem in self._find_problems(entry)]
             if (
-                not problems or self._read_signature() == first_signature
+                not problems or self._read_manifest_signature() == first_signature
             ):  # otherwise a writer has replaced the files
                 return problems
 
@@ -235,21 +237,21 @@ class SegmentReader:
             CorruptDatastoreError: the manifest is missing or damaged.
         """
         while True:
-            first_signature = self._read_signature()
+            first_signature = self._read_manifest_signature()
             try:
                 manifest = Manifest.read(self.root, self._parts)
             except CorruptDatastoreError:
-                if self._read_signature() == first_signature:
+                if self._read_manifest_signature() == first_signature:
                     raise
                 continue
             groups = self._map_segments(manifest)
             is_sound = all(s.columns.problem is None for s in chain.from_iterable(groups.values()))
-            if is_sound or self._read_signature() == first_signature:
+            if is_sound or self._read_manifest_signature() == first_signature:
                 self._groups, self._parts, self._signature = groups, manifest.parts, first_signature
                 self._forget_old_damage()
                 return manifest
 
-    def _read_signature(self) -> tuple[int, int, int]:
+    def _read_manifest_signature(self) -> tuple[int, int, int]:
         """Return (inode, modification time in ns, size) of the manifest's file; zeros if there is no file.
 
         The manifest is the list of all files in use. The values change whenever a manifest is published.

@@ -132,7 +132,7 @@ class MappedColumns:
         """All record ids, int64, ascending, shape (n,). Packed ids are unpacked once, and kept in memory."""
         if self._all_ids is None:
             packed = self._read_packed_ids()
-            self._all_ids = self.ids_file.bytes.view(np.int64) if packed is None else packed.all()
+            self._all_ids = self.ids_file.bytes.view(np.int64) if packed is None else packed.decode_all()
         return self._all_ids
 
     @property
@@ -174,7 +174,7 @@ class MappedColumns:
             rows: row numbers of the records, int64; 0 is the segment's first record.
         """
         packed = self._read_packed_ids()
-        return self.ids[rows] if packed is None else packed.at(rows)
+        return self.ids[rows] if packed is None else packed.decode_rows(rows)
 
     def codes_at(self, rows: NDArray[np.int64], codec_file: CodecFile) -> Codes:
         """Return the keys of some records as codes (compressed keys) of a codec.
@@ -193,7 +193,7 @@ class MappedColumns:
             return self._read_stored_rows(rows)
         return codec_file.codec.encode(self.keys_at(rows).astype(np.float32))
 
-    def digests(self) -> bytes:
+    def compute_block_digests(self) -> bytes:
         """Return the SHA-256 digest of each block of the file of keys, after checking the file's SHA-256.
 
         The digests have 32 bytes each and follow one another. Raises CorruptDatastoreError if the file is
@@ -201,7 +201,7 @@ class MappedColumns:
         """
         file = self.keys_file
         with self._note_damage():
-            return file.digests()
+            return file.compute_block_digests()
 
     def mark_damaged(self, problem: str) -> None:
         """Mark the segment as damaged, so that later searches leave its records out.
@@ -369,7 +369,7 @@ class Segment:
     """The segment's entry in the manifest, with its files; None while the segment is in memory only."""
 
     @classmethod
-    def in_memory(cls, group: int, ids: Ids, keys: StoredKeys) -> "Segment":
+    def from_arrays(cls, group: int, ids: Ids, keys: StoredKeys) -> "Segment":
         """Create a segment in memory from arrays, which the caller must not change afterwards.
 
         A segment is an immutable set of records.
@@ -394,7 +394,7 @@ class Segment:
         """Number of live rows: rows whose records are neither deleted nor replaced."""
         return self.rows - self.dead.size if self.dead else self.rows
 
-    def without(self, rows: IdRanges) -> "Segment":
+    def mark_dead(self, rows: IdRanges) -> "Segment":
         """Return a version of the segment (an immutable set of records) in which more records are dead.
 
         A record is dead if it was deleted or replaced. The segment itself is not changed.
@@ -411,9 +411,9 @@ class Segment:
         Args:
             ids: ids of the records to return; None returns all records that are not deleted or replaced.
         """
-        return self.rows_of(ids) - self.dead
+        return self.find_rows_in_ranges(ids) - self.dead
 
-    def rows_of(self, ids: IdRanges | None) -> IdRanges:
+    def find_rows_in_ranges(self, ids: IdRanges | None) -> IdRanges:
         """Return the row numbers, as ranges, of the records whose id is in `ids`, including deleted records.
 
         The file of ids is not read if the first and the last id of the segment (an immutable set of records)
@@ -432,9 +432,9 @@ class Segment:
         range_index = int(np.searchsorted(ids.starts, self.first_id, side="right")) - 1
         if range_index >= 0 and ids.stops[range_index] > self.last_id:
             return IdRanges([(0, self.rows)])
-        return IdRanges(ids.rows_in(self.columns.ids))
+        return IdRanges(ids.find_slices(self.columns.ids))
 
-    def rows_known(self, ids: IdRanges) -> IdRanges:
+    def find_rows_if_readable(self, ids: IdRanges) -> IdRanges:
         """Return the row numbers, as ranges, of the records whose id is in `ids`, including deleted records.
 
         If the file of ids is damaged, the result is empty and no error is raised.
@@ -443,11 +443,11 @@ class Segment:
             ids: record ids; ids without a record are ignored.
         """
         try:
-            return self.rows_of(ids)
+            return self.find_rows_in_ranges(ids)
         except CorruptDatastoreError:
             return IdRanges()
 
-    def rows_with(self, ids: Ids) -> IdRanges:
+    def find_rows_of_ids(self, ids: Ids) -> IdRanges:
         """Return the row numbers, as ranges, of the records whose id is in `ids`, including deleted records.
 
         Args:
@@ -460,4 +460,4 @@ class Segment:
             return IdRanges()
         segment_ids = self.columns.ids
         positions = np.minimum(np.searchsorted(segment_ids, ids), self.rows - 1)
-        return IdRanges.of_ids(positions[segment_ids[positions] == ids])
+        return IdRanges.from_ids(positions[segment_ids[positions] == ids])

@@ -18,7 +18,7 @@ from knnstore.errors import (
 from knnstore.lm.calibration.candidates import (
     Comparison,
     choose_probes,
-    compare,
+    compare_candidates,
     list_ks,
     measure_probes,
 )
@@ -96,7 +96,7 @@ def calibrate(
 
     The model scores the text once. The store is searched with k up to `PASS_K`, then with larger k (or
     several numbers of cells), then in each domain alone. All candidates (settings of different kinds) are
-    fitted on these results; see `compare`.
+    fitted on these results; see `compare_candidates`.
 
     Settings are saved only if they are better than the model alone. They must also be better than the
     settings in force, unless these are the derived default. Better means that the perplexity is lower by more
@@ -192,16 +192,16 @@ def calibrate(
                 scored = sample
             else:
                 chosen = sorted({choose_probes(by_probes), *in_force})
-                scored = replace(scored, visited=further.with_probes(chosen))
+                scored = replace(scored, visited=further.search_with_probes(chosen))
         else:
             larger = [k for k in list_ks(min(max_k, records)) if k >= 2 * scored.k]
-            wide = further.with_k(larger) if larger else []
+            wide = further.search_with_k(larger) if larger else []
         searched = [domain.name for domain in store.domains() if not names or domain.name in names]
         if 2 <= len(searched) <= MOST_DOMAINS:
             apart = further.search_each_domain(searched, scored.k, probes)
     between = time.perf_counter()
     # 4) Fit and judge every candidate.
-    found = compare(
+    found = compare_candidates(
         scored,
         current,
         wide=wide,
@@ -255,7 +255,7 @@ def calibrate(
             settings = replace(
                 settings, scoring_only=_measure_generation(lm, selected, listed, reached, progress)
             )
-        record = CalibrationRecord.of(store, selection)
+        record = CalibrationRecord.for_selection(store, selection)
     if settings is not None:
         _apply_saved_settings(lm, names)
     fitted = time.perf_counter()
@@ -292,7 +292,7 @@ def _renew_record(store: KNNStore, selection: Selection, records: int, lineage: 
         nothing is changed.
     """
     domains = selection.domains or ()
-    saved, record = store.settings(domains), CalibrationRecord.of(store, selection)
+    saved, record = store.settings(domains), CalibrationRecord.for_selection(store, selection)
     if saved is None or saved.calibration is None or record is None:
         return False
     renewed = asdict(replace(record, records=records, stored=lineage))
@@ -326,7 +326,7 @@ def _measure_generation(
     """
     groups = group_by_left_out(documents, reached)
     members, excluded = next((group for group in groups if not group[1]), groups[0])
-    begun, narrowed = [documents[index] for index in members], settings.selection.without(*excluded)
+    begun, narrowed = [documents[index] for index in members], settings.selection.without_content(*excluded)
     scoring_only, written = find_scoring_only(lm, begun, replace(settings, selection=narrowed), progress)
     if not written:
         return settings.scoring_only

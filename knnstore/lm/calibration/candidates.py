@@ -1,4 +1,4 @@
-"""Comparing candidates (`compare`): every k, T, λ and mixer is fitted and judged on held-out text.
+"""Comparing candidates (`compare_candidates`): every k, T, λ and mixer is fitted and judged on held-out text.
 
 The method is two-fold cross-fitting. Every candidate is fitted on each half of the documents and judged on
 the other half, so the settings that judge a token were not fitted on its document. The candidate with the
@@ -24,9 +24,9 @@ from torch import Tensor
 from knnstore.errors import InputError
 from knnstore.lm.calibration.evidence import (
     GridEvidence,
-    evidence_of_cells,
-    evidence_without_keys,
+    build_evidence_without_keys,
     gather_evidence,
+    list_evidence_by_probes,
 )
 from knnstore.lm.calibration.fits import (
     DomainEvidence,
@@ -38,7 +38,7 @@ from knnstore.lm.calibration.fits import (
 from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.calibration.searches import FurtherSearches, WideEvidence
 from knnstore.lm.calibration.trying import Candidate, Fit, Mix, Trial, find_best_candidate
-from knnstore.lm.mixing import other_mixers
+from knnstore.lm.mixing import load_plugin_mixers
 from knnstore.lm.scoring import Interval
 from knnstore.lm.settings import KNNSettings
 from knnstore.progress import Progress
@@ -84,14 +84,14 @@ class FittableMixer(Protocol):
                 of the tokens in the text.
 
         Returns:
-            The settings, ``evidence.settings(temperature, mixer)``. None if the mixer cannot be used with
-            this text, for example because it needs single neighbors or squared distances.
+            The settings, ``evidence.build_settings(temperature, mixer)``. None if the mixer cannot be used
+            with this text, for example because it needs single neighbors or squared distances.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The result of `compare`: the perplexity of every candidate (settings of one kind) on one text."""
+    """The result of `compare_candidates`: the perplexity of every candidate (settings of one kind)."""
 
     documents: int
     """Number of documents of the text."""
@@ -154,7 +154,7 @@ class Comparison:
         return self.gain is None or self.gain.high < 1
 
 
-def compare(
+def compare_candidates(
     scored: ScoredText,
     current: KNNSettings | None = None,
     *,
@@ -207,7 +207,9 @@ def compare(
     if len(scored.found):
         of_keys = _fit_key_candidates(trial, scored, fits, wide, by_probes, networks=networks)
     else:
-        of_keys = _KeyCandidates([], [evidence_without_keys(scored)], evidence_without_keys(scored), {})
+        of_keys = _KeyCandidates(
+            [], [build_evidence_without_keys(scored)], build_evidence_without_keys(scored), {}
+        )
     candidates, evidence, at_best_k, again = of_keys
     if domains is not None:
         candidates.append(trial.fit_candidate("domains", fit_domains, domains, domains.log_probs))
@@ -218,14 +220,14 @@ def compare(
     # 4) Judge the settings in force, without a new fit.
     before = None
     if current is not None:
-        current = current.without(*_find_unscored_components(current, scored))
+        current = current.without_components(*_find_unscored_components(current, scored))
         kept, mix = _make_judgeable(current, scored, wide, domains)
         before = trial.fit_candidate("current", lambda _: kept, at_best_k, mix) if kept else None
     shown.finish()
     # 5) Compute the expected perplexity of the best candidate.
     nested = trial.compute_nested_log_probs(candidates)
     expected, change = trial.judge(nested)
-    gain = None if before is None else trial.judge.ratio(nested, before.log_probs)
+    gain = None if before is None else trial.judge.perplexity_ratio(nested, before.log_probs)
     return Comparison(
         trial.documents,
         len(scored),
@@ -262,7 +264,7 @@ def measure_probes(
         sample = scored.select_tokens(_sample_beginnings(scored.documents))
     if len(sample) < _SAMPLE_TOKENS or not len(sample.found):
         sample = scored
-    sample = replace(sample, visited=replace(further, scored=sample).with_probes(probes))
+    sample = replace(sample, visited=replace(further, scored=sample).search_with_probes(probes))
     return sample, _judge_probes(Trial(sample, ngrams=ngrams), sample)
 
 
@@ -293,8 +295,8 @@ def _judge_probes(trial: Trial, scored: ScoredText) -> dict[int, float]:
         trial: the object that fits and judges on the text.
         scored: the text, with the results for each number of cells in `ScoredText.visited`.
     """
-    evidence = {of.probes: of for of in evidence_of_cells(scored) if of.probes is not None}
-    return {probes: trial.judge_with_all(fit_fixed, of).ppl for probes, of in evidence.items()}
+    evidence = {of.probes: of for of in list_evidence_by_probes(scored) if of.probes is not None}
+    return {probes: trial.judge_with_all_components(fit_fixed, of).ppl for probes, of in evidence.items()}
 
 
 class _KeyCandidates(NamedTuple):
@@ -337,7 +339,7 @@ def _fit_key_candidates(
     """
     if by_probes:
         chosen = choose_probes(by_probes)
-        evidence = [of for of in evidence_of_cells(scored) if of.probes == chosen]
+        evidence = [of for of in list_evidence_by_probes(scored) if of.probes == chosen]
     else:
         evidence = gather_evidence(scored, list_ks(scored.k))
     fixed = [trial.fit_candidate("fixed", fit_fixed, of) for of in evidence]
@@ -371,7 +373,7 @@ def _list_fits_of_other_packages(scored: ScoredText, evidence: GridEvidence) -> 
     """
     fits: dict[str, Any] = {
         name: partial(mixer.fit, scored=scored)
-        for name, mixer in other_mixers().items()
+        for name, mixer in load_plugin_mixers().items()
         if hasattr(mixer, "fit")
     }
     return {name: fit for name, fit in fits.items() if fit(evidence) is not None}

@@ -28,7 +28,7 @@ class GridEvidence:
     """Probabilities of n target tokens for fitting, for one k or one number of searched cells.
 
     p_LM is the probability by the model alone, p_kNN by the retrieved records. Only tokens with a neighbor
-    are included; `evidence_without_keys` includes all tokens.
+    are included; `build_evidence_without_keys` includes all tokens.
     """
 
     k: int
@@ -47,7 +47,7 @@ class GridEvidence:
     """Number of cells (groups of records with near keys) that are searched for each query. p_kNN then sums
     over all their records. None if p_kNN sums over k neighbors."""
 
-    def settings(self, temperature: float, mixer: Mixer) -> KNNSettings:
+    def build_settings(self, temperature: float, mixer: Mixer) -> KNNSettings:
         """Return settings with the given temperature and mixer, and with `k` and `probes` of this object.
 
         Args:
@@ -56,7 +56,7 @@ class GridEvidence:
         """
         return KNNSettings(self.k, temperature, mixer, probes=self.probes)
 
-    def only(self, wanted: Tensor) -> "GridEvidence":
+    def select_tokens(self, wanted: Tensor) -> "GridEvidence":
         """Return the probabilities of the tokens that a mask selects.
 
         Args:
@@ -73,7 +73,7 @@ class GridEvidence:
         )
 
 
-def evidence_of_cells(scored: ScoredText) -> list[GridEvidence]:
+def list_evidence_by_probes(scored: ScoredText) -> list[GridEvidence]:
     """Return the probabilities of a text's tokens for each number of cells that was tried, ascending.
 
     A cell is a group of stored records with near keys; a query searches the nearest cells.
@@ -89,7 +89,7 @@ def evidence_of_cells(scored: ScoredText) -> list[GridEvidence]:
     ]
 
 
-def evidence_without_keys(scored: ScoredText) -> GridEvidence:
+def build_evidence_without_keys(scored: ScoredText) -> GridEvidence:
     """Return the model's probabilities of all tokens of a text for which no neighbor was found.
 
     The result has k = 1 and an empty temperature grid, so it has no probabilities by neighbors.
@@ -115,8 +115,8 @@ def gather_evidence(scored: ScoredText, ks: Sequence[int]) -> list[GridEvidence]
     Returns:
         The probabilities for each k, in the order of `ks`.
     """
-    sums = scored.sums.nearest(ks[-1])
-    chunks = scored.chunks(ks[-1], scored.found)
+    sums = scored.sums.keep_nearest(ks[-1])
+    chunks = scored.split_into_chunks(ks[-1], scored.found)
     return compute_grid_evidence(scored, ks, ((chunk, sums.select_rows(chunk)) for chunk in chunks))
 
 
@@ -157,7 +157,7 @@ def _select_nearest(scored: ScoredText, tokens: Tensor) -> tuple[Evidence, Tenso
         The search result; and p_LM of each token, float32, shape (n, 1).
     """
     lm = scored.lm_log_probs[tokens].exp().clamp_(min=LEAST_PROBABILITY)[:, None]
-    nearest = scored.sums.nearest(1)
+    nearest = scored.sums.keep_nearest(1)
     alone = replace(scored.evidence, searches=[nearest], keys=None, lm_entropy=None, found={})
     return alone.select_rows(tokens), lm
 

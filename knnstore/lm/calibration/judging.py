@@ -65,9 +65,11 @@ class Judge:
         Args:
             log_probs: log p of every token of the text, shape (n,).
         """
-        return compute_interval(self._sum_losses(log_probs), self._lengths), self.ratio(log_probs, self._base)
+        return compute_interval(self._sum_losses(log_probs), self._lengths), self.perplexity_ratio(
+            log_probs, self._base
+        )
 
-    def ratio(self, log_probs: Tensor, reference: Tensor) -> Interval:
+    def perplexity_ratio(self, log_probs: Tensor, reference: Tensor) -> Interval:
         """Return the ratio of two perplexities, of `log_probs` and of `reference`, with its 95 % interval.
 
         Args:

@@ -17,7 +17,7 @@ from knnstore.lm.components import (
     OwnNGrams,
     RecentText,
     TargetContinuation,
-    other_components,
+    load_plugin_components,
 )
 from knnstore.lm.contexts import Contexts
 from knnstore.lm.keys import describe_keys
@@ -31,7 +31,7 @@ from knnstore.lm.mixing import (
     TargetSums,
     TokenSums,
 )
-from knnstore.lm.mixture import mixture_of
+from knnstore.lm.mixture import build_mixture
 from knnstore.lm.reading import TextReader
 from knnstore.lm.scoring import ReadTokens, score_held_out
 from knnstore.lm.settings import KNNSettings
@@ -127,7 +127,7 @@ class ScoredText:
         """Number of neighbors of each token; missing neighbors count too."""
         return self.distances.shape[1]
 
-    def chunks(self, k: int, tokens: Tensor | None = None) -> Iterable[Tensor]:
+    def split_into_chunks(self, k: int, tokens: Tensor | None = None) -> Iterable[Tensor]:
         """Split token indices into chunks whose neighbors, k for each token, fit in bounded memory.
 
         Args:
@@ -137,7 +137,7 @@ class ScoredText:
         every = torch.arange(len(self)) if tokens is None else tokens
         return torch.split(every, max(1, CHUNK_VALUES // k))
 
-    def chunks_for(self, settings: KNNSettings, tokens: Tensor | None = None) -> Iterable[Tensor]:
+    def split_for_settings(self, settings: KNNSettings, tokens: Tensor | None = None) -> Iterable[Tensor]:
         """Split token indices into chunks to which the settings can be applied in bounded memory.
 
         Args:
@@ -145,7 +145,7 @@ class ScoredText:
             tokens: indices, int64, shape (m,); default all tokens.
         """
         k = self.k if settings.probes else settings.k
-        return self.chunks(max(k, settings.cache.size if settings.cache else 1), tokens)
+        return self.split_into_chunks(max(k, settings.cache.size if settings.cache else 1), tokens)
 
     @property
     def is_anything_found(self) -> bool:
@@ -174,7 +174,7 @@ class ScoredText:
             visited={probes: sums.select_rows(rows) for probes, sums in self.visited.items()},
         )
 
-    def evidence_for(self, settings: KNNSettings, tokens: Tensor) -> Evidence:
+    def select_evidence(self, settings: KNNSettings, tokens: Tensor) -> Evidence:
         """Return the look-up results of some tokens, without values that the settings do not use.
 
         The results have only the neighbors (or the sums over cells, i.e. groups of records) that the settings
@@ -185,16 +185,16 @@ class ScoredText:
                 `visited`.
             tokens: indices of the tokens, int64, shape (m,).
         """
-        search: TokenSums = self.sums.nearest(settings.k)
+        search: TokenSums = self.sums.keep_nearest(settings.k)
         if settings.probes is not None:
             search = replace(self.visited[settings.probes], nearest=self.sums)
         evidence = replace(self.evidence, searches=[search]).select_rows(tokens)
         if settings.cache is None or self.reading is None:
             return evidence
-        recent = self.reading.look_back(tokens, settings.cache.size)
+        recent = self.reading.compare_preceding_keys(tokens, settings.cache.size)
         return replace(evidence, found={**evidence.found, RecentText.name: recent})
 
-    def targets_for(self, tokens: Tensor) -> Tensor:
+    def target_tokens(self, tokens: Tensor) -> Tensor:
         """Return the target tokens at some indices, int64, shape (m,).
 
         If `targets` is None, no component needs target tokens, and `tokens` itself is returned.
@@ -214,9 +214,9 @@ class ScoredText:
             tokens: indices of the tokens, int64, shape (m,); default all tokens.
         """
         parts = []
-        for chunk in self.chunks_for(settings, tokens):
-            evidence, targets = self.evidence_for(settings, chunk), self.targets_for(chunk)
-            mixture = mixture_of(settings, evidence)
+        for chunk in self.split_for_settings(settings, tokens):
+            evidence, targets = self.select_evidence(settings, chunk), self.target_tokens(chunk)
+            mixture = build_mixture(settings, evidence)
             parts.append((mixture.target_log_probs(self.lm_log_probs[chunk], targets), mixture.lam))
         return Mixed(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
@@ -260,14 +260,14 @@ def score_once(
     reads, parts = list[ReadTokens](), list[Evidence]()
     for scores in score_held_out(store, reader, documents, settings, left_out=left_out, progress=shown):
         (search,) = scores.evidence.searches
-        nearest = search.nearest_only() if isinstance(search, CellSums) else search
+        nearest = search.to_neighbor_sums() if isinstance(search, CellSums) else search
         reads.append(scores.read)
         parts.append(replace(scores.evidence, searches=[nearest]))
     shown.finish()
     # 2) Add the own n-grams of the documents, which need no model.
-    read, evidence = ReadTokens.joined(reads), Evidence.joined(parts, k)
-    texts = Contexts.of_documents(reader.tokenized(documents))
-    own = OwnNGrams().look_up_targets(texts.at_positions(read.documents, read.positions), OWN_ORDER)
+    read, evidence = ReadTokens.concatenate(reads), Evidence.concatenate(parts, k)
+    texts = Contexts.from_documents(reader.tokenize_documents(documents))
+    own = OwnNGrams().look_up_targets(texts.with_positions(read.documents, read.positions), OWN_ORDER)
     numbers = torch.from_numpy(read.documents)
     return ScoredText(
         read.lm_log_probs,
@@ -292,7 +292,7 @@ def _choose_other_components(
             stored documents are not chosen, because they cannot leave out a document.
     """
     chosen = {}
-    for name, component in other_components().items():
+    for name, component in load_plugin_components().items():
         settings = component.settings_to_fit(store, selection)
         if settings is not None and not (is_left_out and settings.get("traces") is not None):
             chosen[name] = settings

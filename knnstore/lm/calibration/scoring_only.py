@@ -57,7 +57,7 @@ class Repeated(NamedTuple):
             *(np.array([_compute_repeated_share(text, length) for text in texts]) for length in lengths)
         )
 
-    def means(self, of: str) -> Repetition:
+    def mean_shares(self, of: str) -> Repetition:
         """Return the mean shares of repeated n-grams over the texts, as a `Repetition` for reports.
 
         Args:
@@ -120,7 +120,7 @@ class Beginnings:
         new = min(NEW_TOKENS, reader.max_length - length - 1)
         parts = [
             (first, tokens[first : first + length + new].tolist())
-            for tokens in reader.tokenized(documents)
+            for tokens in reader.tokenize_documents(documents)
             for first in range(0, len(tokens) - length + 1, length + new)
         ]
         parts.sort(key=lambda part: part[0])
@@ -128,7 +128,7 @@ class Beginnings:
         prompts = np.array([[*reader.prefix, *part[:length]] for part in chosen], np.int64)
         return cls(prompts, [part[length:] for part in chosen if len(part) == length + new], new)
 
-    def generate(self, lm: GeneratingModel, settings: KNNSettings) -> list[list[int]]:
+    def generate_continuations(self, lm: GeneratingModel, settings: KNNSettings) -> list[list[int]]:
         """Continue each beginning greedily, and return the `new` generated tokens of each beginning.
 
         EOS tokens are not generated, so that all continuations have the same length.
@@ -182,19 +182,19 @@ def find_scoring_only(
     begun = Beginnings.from_documents(lm.reader, documents)
     if out == components or len(begun.prompts) < LEAST_PROMPTS or begun.new < _LONGEST_NGRAM:
         return out, ()
-    rows = [Repeated.from_texts(begun.ends).means("text")] if begun.ends else []
+    rows = [Repeated.from_texts(begun.ends).mean_shares("text")] if begun.ends else []
 
     def measure(name: str, settings: KNNSettings) -> Repeated:
         """Generate texts with these settings, and append the measured repetition to the table `rows`."""
         progress.start(f"generating: {name}", total=len(begun.prompts) * begun.new)
-        repeated = Repeated.from_texts(begun.generate(lm, settings))
+        repeated = Repeated.from_texts(begun.generate_continuations(lm, settings))
         progress.finish()
-        rows.append(repeated.means(name))
+        rows.append(repeated.mean_shares(name))
         return repeated
 
     def measure_without(*left: str) -> Repeated:
         """Generate with all components but these, and measure how much the text repeats itself."""
-        return measure(f"all but {', '.join(left)}" if left else "all", settings.without(*left))
+        return measure(f"all but {', '.join(left)}" if left else "all", settings.without_components(*left))
 
     # 1) Generate with the model alone, and with all components but the cache.
     alone, current = measure("model", _ALONE), measure_without(*out)

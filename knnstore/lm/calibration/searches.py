@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from knnstore.datastore import tokens_of
+from knnstore.datastore import tokens_from_ids
 from knnstore.documents import TextDocument
 from knnstore.lm.calibration.evidence import GridEvidence, choose_temperatures, compute_grid_evidence
 from knnstore.lm.calibration.fits import DomainEvidence
@@ -59,7 +59,7 @@ class FurtherSearches:
     left_out: Mapping[str, Collection[str]] = field(default_factory=dict)
     progress: Progress | None = None
 
-    def with_k(self, ks: Sequence[int]) -> list["WideEvidence"]:
+    def search_with_k(self, ks: Sequence[int]) -> list["WideEvidence"]:
         """Search once for the largest k, and return the probabilities of the text's tokens for each k.
 
         Args:
@@ -73,7 +73,7 @@ class FurtherSearches:
             WideEvidence(of, self.scored.lm_log_probs) for of in compute_grid_evidence(self.scored, ks, parts)
         ]
 
-    def with_probes(self, probes: Sequence[int]) -> dict[int, TargetSums]:
+    def search_with_probes(self, probes: Sequence[int]) -> dict[int, TargetSums]:
         """Compute the probability of every token by all records of the searched cells.
 
         A cell is a group of stored records with near keys; a query searches the nearest cells.
@@ -85,7 +85,7 @@ class FurtherSearches:
             For each number of searched cells the probabilities at each temperature of a grid.
         """
         title = f"searching {probes[-1]:,} cells"
-        found = self._probe(probes, title, self.selection, choose_temperatures(self.scored))
+        found = self._compute_sums_by_probes(probes, title, self.selection, choose_temperatures(self.scored))
         return dict(zip(probes, found, strict=True))
 
     def search_each_domain(self, domains: Sequence[str], k: int, probes: int | None = None) -> DomainEvidence:
@@ -103,9 +103,9 @@ class FurtherSearches:
         for domain in domains:
             selection, title = replace(self.selection, domains=(domain,)), f"searching {domain}"
             if probes is not None:
-                apart += self._probe([probes], title, selection, temperatures)
+                apart += self._compute_sums_by_probes([probes], title, selection, temperatures)
                 continue
-            found = TargetSums.nothing(len(scored), temperatures)
+            found = TargetSums.all_zero(len(scored), temperatures)
             for tokens, near in self._search(k, title, selection):
                 assert near.hits is not None
                 found.knn[tokens] = compute_target_probs_on_grid(
@@ -117,7 +117,7 @@ class FurtherSearches:
         is_found = torch.stack([sums.found for sums in apart])
         return DomainEvidence(k, tuple(domains), temperatures, knn, is_found, lm, probes)
 
-    def _probe(
+    def _compute_sums_by_probes(
         self, probes: Sequence[int], title: str, selection: Selection, temperatures: Tensor
     ) -> list[TargetSums]:
         """Compute p_kNN of each scored token from all records in the cells nearest to the token's key.
@@ -133,7 +133,7 @@ class FurtherSearches:
         Returns:
             For each number of searched cells, p_kNN of each scored token at each temperature.
         """
-        found, at_once = [TargetSums.nothing(len(self.scored), temperatures) for _ in probes], _FIRST_QUERIES
+        found, at_once = [TargetSums.all_zero(len(self.scored), temperatures) for _ in probes], _FIRST_QUERIES
         for members, reached in self._group_tokens(title, selection):
             left = members
             while len(left):
@@ -186,7 +186,7 @@ class FurtherSearches:
                 neighbors = self.store.search(reading.keys[tokens].numpy(), k, reached)
                 distances = torch.from_numpy(neighbors.distances)
                 found = distances[:, 0].isfinite()
-                hits = torch.from_numpy(tokens_of(neighbors.ids)) == reading.targets[tokens, None]
+                hits = torch.from_numpy(tokens_from_ids(neighbors.ids)) == reading.targets[tokens, None]
                 yield tokens[found], NeighborSums(distances[found], hits=hits[found])
                 self._progress_bar.advance(len(tokens))
         self._progress_bar.finish()
@@ -216,7 +216,10 @@ class FurtherSearches:
         documents = self.scored.documents
         self._progress_bar.start(title, total=len(documents))
         return [
-            (torch.isin(documents, torch.tensor(members)).nonzero()[:, 0], selection.without(*excluded))
+            (
+                torch.isin(documents, torch.tensor(members)).nonzero()[:, 0],
+                selection.without_content(*excluded),
+            )
             for members, excluded in group_by_left_out(self.documents, self.left_out)
         ]
 

@@ -69,7 +69,7 @@ class TextToFit:
         Raises:
             InputError: a stored document was removed or replaced.
         """
-        gone = len(self.stored) - len(store.stored_content(self.stored))
+        gone = len(self.stored) - len(store.find_stored_hashes(self.stored))
         if gone:
             raise InputError(
                 f"nothing is saved: {gone:,} of the stored documents that the settings were fitted to were "
@@ -118,7 +118,7 @@ def choose_text(
             )
         listed = [*listed, *(one for one in drawn.documents if one.content_hash not in distinct)]
         reached, stored = {**drawn.stored, **reached}, {**drawn.stored, **stored}
-    texts = reader.tokenized(listed)
+    texts = reader.tokenize_documents(listed)
     check_text_size(np.repeat(np.arange(len(texts)), [len(one) for one in texts]))
     return TextToFit(listed, reached, len(stored), frozenset(distinct), frozenset().union(*stored.values()))
 
@@ -147,7 +147,7 @@ def choose_stored(store: Reader, reader: TextReader, selection: Selection, token
             break
         length = min(lengths[number] - len(reader.document_tokenizer.end), _MAX_DOCUMENT_TOKENS)
         source = store.metadata([number]).get(number, {}).get(SOURCE) if reader.reads_pairs else None
-        text = reader.text(store.text(number)[:length].tolist())
+        text = reader.decode(store.tokens_by_number(number)[:length].tolist())
         document = TextDocument(str(number), text, source=source)
         if text.strip() and document.content_hash not in chosen:
             chosen[document.content_hash], numbers[document.content_hash] = document, number

@@ -12,7 +12,7 @@ from torch import Tensor
 from knnstore.lm.calibration.evidence import GridEvidence
 from knnstore.lm.calibration.fits import (
     DomainEvidence,
-    fit_together,
+    fit_all_components,
     fit_with_ngrams,
 )
 from knnstore.lm.calibration.judging import Judge, check_text_size, mask_first_half
@@ -25,7 +25,7 @@ from knnstore.lm.components import (
     OwnNGrams,
     RecentFitting,
     RecentText,
-    other_components,
+    load_plugin_components,
 )
 from knnstore.lm.scoring import Interval
 from knnstore.lm.settings import KNNSettings
@@ -121,7 +121,7 @@ class Trial:
                 `ScoredText.log_probs`.
         """
         log_probs, lam = torch.empty(len(self._scored)), torch.empty(len(self._scored))
-        by_half = fit(evidence.only(self.first_half)), fit(evidence.only(~self.first_half))
+        by_half = fit(evidence.select_tokens(self.first_half)), fit(evidence.select_tokens(~self.first_half))
         for settings, judged in zip(by_half, (~self.first_half, self.first_half), strict=True):
             tokens = judged.nonzero()[:, 0]
             log_probs[tokens], lam[tokens] = (mix or self._scored.log_probs)(settings, tokens)
@@ -134,7 +134,7 @@ class Trial:
         """Return about how many candidates with n-grams, a cache and other components will be tried."""
         return 3 * (self._ngrams is not None) + 2 * len(self._others)
 
-    def judge_with_all(self, fit: Fit, evidence: GridEvidence) -> Interval:
+    def judge_with_all_components(self, fit: Fit, evidence: GridEvidence) -> Interval:
         """Fit keys, n-grams and a continuous cache, and return the held-out perplexity of their mixture.
 
         N-grams are left out if the trial does not try n-grams. The cache is left out if the text was scored
@@ -165,7 +165,7 @@ class Trial:
         own = scored.evidence.found.get(OwnNGrams.name) if self._with_ngrams else None
         others: dict[str, Fitting] = {RecentText.name: RecentFitting.from_keys(scored.reading, own)}
         for name, settings in scored.others.items():
-            component, found = other_components()[name], scored.evidence.found[name]
+            component, found = load_plugin_components()[name], scored.evidence.found[name]
             others[name] = DistributionFitting(component, found, scored.reading.targets, settings)
         return others
 
@@ -272,7 +272,7 @@ class Trial:
         if len(evidence) > 1:
             _, at_its_k = self._find_best_fit({"fixed": fit}, candidates, evidence)
         together = partial(
-            fit_together, scored=self._scored, ngrams=self._ngrams, others=self._others, fit=fit
+            fit_all_components, scored=self._scored, ngrams=self._ngrams, others=self._others, fit=fit
         )
         return [self.fit_candidate("gate over all", together, at_its_k)]
 

@@ -44,7 +44,7 @@ from knnstore.lm.components.recent import (
     RecentFitting,
     RecentText,
 )
-from knnstore.lm.components.registry import check_others, other_components, register_component
+from knnstore.lm.components.registry import check_others, load_plugin_components, register_component
 
 __all__ = [
     "KEYS",
@@ -80,7 +80,7 @@ __all__ = [
     "find_by_name",
     "fit_gate_over",
     "limit_k_to_store",
-    "other_components",
+    "load_plugin_components",
     "probes_cells",
     "register_component",
     "search_records",

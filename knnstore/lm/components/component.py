@@ -40,7 +40,7 @@ class Found(Protocol):
         """Number of values that are kept for each position, e.g. k for k neighbors."""
         ...
 
-    def rows(self, rows: slice | Tensor) -> Self:
+    def select_rows(self, rows: slice | Tensor) -> Self:
         """Return the results at m of the n positions.
 
         Args:
@@ -53,7 +53,7 @@ class Found(Protocol):
         ...
 
     @classmethod
-    def joined(cls, parts: list[Self]) -> Self:
+    def concatenate(cls, parts: list[Self]) -> Self:
         """Concatenate the results of several groups of positions; all results have the same `Form`.
 
         Args:

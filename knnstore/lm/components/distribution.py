@@ -28,7 +28,7 @@ class Places(NamedTuple):
         """Number of tokens of each position, k."""
         return self.weights.shape[1]
 
-    def rows(self, rows: slice | Tensor) -> "Places":
+    def select_rows(self, rows: slice | Tensor) -> "Places":
         """Return the distributions at some of the positions; `rows` is a slice, indices or a mask."""
         return Places(self.weights[rows], self.tokens[rows])
 
@@ -37,7 +37,7 @@ class Places(NamedTuple):
         return Places(self.weights.to(device), self.tokens.to(device))
 
     @classmethod
-    def joined(cls, parts: Sequence["Places"]) -> "Places":
+    def concatenate(cls, parts: Sequence["Places"]) -> "Places":
         """Concatenate the distributions of several groups of positions, padded with zeros to the same k."""
         width = max(part.width for part in parts)
         columns = (
@@ -76,7 +76,7 @@ class DistributionFitting(NamedTuple):
         """
         weighed = self.component.weigh(self.found, fitted)
         return mix_target_log_probs(
-            log_probs, weighed.probs(self.targets), weighed.lam.where(weighed.is_found, 0.0)
+            log_probs, weighed.token_probs(self.targets), weighed.lam.where(weighed.is_found, 0.0)
         )
 
     def lam(self, fitted: Mapping[str, Any]) -> float:
@@ -220,7 +220,7 @@ class OneWeightComponent(ABC):
         if not rows.any():
             return {"lam": 0.0}
         below = log_probs[rows].exp().clamp(min=LEAST_PROBABILITY)[:, None]
-        probs = contribution.probs(targets)[rows][:, None]
+        probs = contribution.token_probs(targets)[rows][:, None]
         lam, _ = fit_lambdas(below, probs, torch.zeros(len(below), dtype=torch.int64), 1)
         return {"lam": float(lam[0, 0])}
 

@@ -139,7 +139,7 @@ def weigh_by_gate(
             number of features.
     """
     experts = collect_experts(components, parts, evidence, gate.factors, gate.unit, gate.widths)
-    shares = gate.shares(experts.features, experts.found)
+    shares = gate.compute_mixture_weights(experts.features, experts.found)
     expert_counts = [len(factors) for factors in gate.factors.values()]
     below, shares_of_components = shares[:, 0], torch.split(shares[:, 1:], expert_counts, 1)
     weighed = {}
@@ -198,7 +198,7 @@ def fit_gate_over(
         found.append(experts.found)
         query = experts.query
         expert_probs = [
-            contribution.probs(targets)
+            contribution.token_probs(targets)
             for contributions in experts.contributions.values()
             for contribution in contributions
         ]
@@ -222,7 +222,7 @@ def fit_gate_over(
         "experts": experts_of_gate,
         "widths": widths,
     }
-    return JointGate(network.weights(metadata))
+    return JointGate(network.to_weights(metadata))
 
 
 def _fit_constant_shares(probs: Tensor, present: Tensor) -> Tensor:

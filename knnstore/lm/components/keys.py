@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from knnstore.datastore import DeviceVisits, Ids, Neighbors, tokens_of
+from knnstore.datastore import DeviceVisits, Ids, Neighbors, tokens_from_ids
 from knnstore.datastore import Keys as KeyArray
 from knnstore.errors import ConfigError, DomainNotFoundError
 from knnstore.lm.batch import Batch
@@ -125,7 +125,7 @@ class Keys:
         # 1) Search for every position but padding.
         is_text = batch.is_text
         if not settings.retrieves or (is_text is not None and not is_text.any()):
-            return [_convert_to_sums(Neighbors.nothing(len(batch), 1), batch, settings, form)]
+            return [_convert_to_sums(Neighbors.all_missing(len(batch), 1), batch, settings, form)]
         # 2) Sum over whole cells on the device where text is generated and the engine's keys are there.
         if form is Form.DISTRIBUTION and batch.targets is None and settings.probes is not None:
             sums = _sum_on_device(reader, settings, batch)
@@ -139,7 +139,7 @@ class Keys:
         # 4) Keep single records elsewhere.
         found = search_records(reader, queries, settings)
         if is_text is not None:
-            found = [neighbors.spread(is_text.numpy()) for neighbors in found]
+            found = [neighbors.scatter_rows(is_text.numpy()) for neighbors in found]
         return [_convert_to_sums(neighbors, batch, settings, form) for neighbors in found]
 
     def contribute(self, settings: KeySettings, found: Evidence, factor: float = 1.0) -> Contribution:
@@ -155,7 +155,7 @@ class Keys:
             factor: number by which the temperature of the settings is multiplied.
         """
         if settings.gate is not None and len(found.searches) == 1:
-            found.prepare([settings.temperature * each for each in self.factors])
+            found.precompute_weights([settings.temperature * each for each in self.factors])
         weights, lam, temperature = settings.mixer.weigh(found, settings.temperature * factor)
         return Contribution(weights, lam, found.tokens, found.hits, name=self.name, temperature=temperature)
 
@@ -171,7 +171,7 @@ class Keys:
         distances, tokens, ids = found.distances, found.tokens, found.ids
         assert tokens is not None
         wanted, contexts = min(most, weights.shape[1]), question.contexts
-        targets = torch.from_numpy(contexts.targets(np.arange(len(contexts))))
+        targets = torch.from_numpy(contexts.target_tokens(np.arange(len(contexts))))
         columns = (
             distances.topk(wanted, largest=False).indices,
             (weights * (tokens == targets[:, None])).topk(wanted).indices,
@@ -273,16 +273,16 @@ def search_records(reader: Reader, queries: KeyArray, settings: KeySettings) -> 
         if not probes_cells(reader, settings):
             return reader.search(queries, limit_k_to_store(reader, settings), selection)
         assert settings.probes is not None
-        found = Neighbors.visited(reader.visit(queries, settings.probes, selection), len(queries))
-        return found.nearest_first(1 if settings.needs_nearest_only else DISTINCT_AMONG)
+        found = Neighbors.from_visits(reader.visit(queries, settings.probes, selection), len(queries))
+        return found.sort_nearest(1 if settings.needs_nearest_only else DISTINCT_AMONG)
 
     searches = settings.mixer.searches(settings.selection)
     found = [_search_within_selection(reader, settings, part, search_selection) for part in searches] or [
         None
     ]
-    every = [Neighbors.nothing(len(queries), 1) if hits is None else hits for hits in found]
+    every = [Neighbors.all_missing(len(queries), 1) if hits is None else hits for hits in found]
     width = max(hits.ids.shape[1] for hits in every)
-    return [hits.padded(width) for hits in every]
+    return [hits.pad_columns(width) for hits in every]
 
 
 def sum_cells(reader: Reader, queries: KeyArray, targets: Tensor, settings: KeySettings) -> CellSums:
@@ -333,7 +333,7 @@ def _sum_cells(
         return [
             ProbedCells(
                 torch.from_numpy(found.queries),
-                torch.from_numpy(tokens_of(found.ids)),
+                torch.from_numpy(tokens_from_ids(found.ids)),
                 torch.as_tensor(found.distances),
                 None if found.ranks is None else torch.from_numpy(found.ranks),
             )
@@ -411,7 +411,7 @@ def _convert_to_sums(found: Neighbors, batch: Batch, settings: KeySettings, form
         ConfigError: `form` is a distribution, and the store contains a token that the model does not predict.
     """
     device = batch.keys.device
-    tokens = np.where(found.ids >= 0, tokens_of(found.ids), 0)
+    tokens = np.where(found.ids >= 0, tokens_from_ids(found.ids), 0)
     if form is Form.DISTRIBUTION:
         _check_largest_token(int(tokens.max(initial=0)), batch)
     sums = NeighborSums(
@@ -435,7 +435,7 @@ def _list_places(ids: Ids, distances: Tensor, weights: Tensor, columns: Tensor) 
         columns: the columns to list for each row, int64, shape (n, m).
     """
     chosen = np.take_along_axis(ids, columns.numpy(), 1)
-    values = chosen, tokens_of(chosen), distances.gather(1, columns), weights.gather(1, columns)
+    values = chosen, tokens_from_ids(chosen), distances.gather(1, columns), weights.gather(1, columns)
     rows = zip(*(matrix.tolist() for matrix in values), strict=True)
     return [
         [

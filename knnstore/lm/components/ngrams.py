@@ -120,7 +120,7 @@ class Continuation(NamedTuple):
         """Number k of columns of `weights` and `tokens`, with the padded columns."""
         return self.weights.shape[1]
 
-    def rows(self, rows: Rows) -> "Continuation":
+    def select_rows(self, rows: Rows) -> "Continuation":
         """Return the distributions of some of the contexts; `rows` is a slice, indices or a mask."""
         return Continuation(
             self.weights[rows],
@@ -138,7 +138,7 @@ class Continuation(NamedTuple):
         return Continuation(*moved)  # type: ignore[arg-type]
 
     @classmethod
-    def joined(cls, parts: Sequence["Continuation"]) -> "Continuation":
+    def concatenate(cls, parts: Sequence["Continuation"]) -> "Continuation":
         """Concatenate the distributions of several groups of contexts, all from the same counts.
 
         Distributions that list fewer tokens are padded with zeros.
@@ -154,7 +154,7 @@ class Continuation(NamedTuple):
         suffixes = torch.cat([part.suffixes for part in parts])
         return cls(weights, tokens, suffixes, rest, parts[0].unigrams, history, top)
 
-    def contribution(self, settings: NGramSettings, name: str) -> Contribution:
+    def to_contribution(self, settings: NGramSettings, name: str) -> Contribution:
         """Return the distributions as a contribution to the mixture.
 
         Args:
@@ -206,7 +206,7 @@ class TargetContinuation(NamedTuple):
         """Length in tokens of the longest found suffix of each context, int64, shape (n,); 0 if none."""
         return self.suffixes[:, 0]
 
-    def rows(self, rows: Rows) -> "TargetContinuation":
+    def select_rows(self, rows: Rows) -> "TargetContinuation":
         """Return the probabilities of some of the contexts; `rows` is a slice, indices or a mask."""
         history, top = _select_known(self.history, rows), _select_known(self.top, rows)
         return self._replace(probs=self.probs[rows], suffixes=self.suffixes[rows], history=history, top=top)
@@ -217,7 +217,7 @@ class TargetContinuation(NamedTuple):
         return TargetContinuation(self.order, *moved)  # type: ignore[arg-type]
 
     @classmethod
-    def joined(cls, parts: Sequence["TargetContinuation"]) -> "TargetContinuation":
+    def concatenate(cls, parts: Sequence["TargetContinuation"]) -> "TargetContinuation":
         """Concatenate the probabilities of several groups of contexts, which all have the same `order`."""
         probs, suffixes = (
             torch.cat([getattr(part, name) for part in parts]) for name in ("probs", "suffixes")
@@ -225,7 +225,7 @@ class TargetContinuation(NamedTuple):
         history, top = (_join_known([getattr(part, name) for part in parts]) for name in ("history", "top"))
         return cls(parts[0].order, probs, suffixes, history, top)
 
-    def contribution(self, settings: NGramSettings, name: str) -> Contribution:
+    def to_contribution(self, settings: NGramSettings, name: str) -> Contribution:
         """Return a contribution with two columns: the target token, and all other tokens together.
 
         Both columns are 0 for a context without a prediction.
@@ -319,7 +319,7 @@ class CountedNGrams:
             found: the result of the look-up at n positions.
             factor: ignored, because n-grams have no temperature.
         """
-        return found.contribution(settings, self.name)
+        return found.to_contribution(settings, self.name)
 
     def features(self, found: Continuation | TargetContinuation, unit: float) -> Tensor:
         """Compute inputs for the gate network from the longest found suffix of each context.
@@ -372,8 +372,8 @@ class NGrams(CountedNGrams):
             found = TargetContinuation.empty(order, len(contexts))._replace(history=history, top=top)
             if not counts.is_empty:
                 matches, rows, at = _match_contexts(counts, contexts, order)
-                of_rows = matches.suffixes(at, order)
-                found.probs[rows] = torch.from_numpy(matches.gold(at, order))
+                of_rows = matches.find_longest_suffixes(at, order)
+                found.probs[rows] = torch.from_numpy(matches.target_probs(at, order))
                 found.suffixes[rows] = torch.from_numpy(np.stack(of_rows, 1))
                 if top is not None:
                     tops = matches.find_top_tokens(at, of_rows)
@@ -383,7 +383,7 @@ class NGrams(CountedNGrams):
             return Continuation.empty(len(contexts))._replace(history=history, top=top)
         match = _match_contexts if len(contexts) > _MAX_ENDS else _match_ends
         matches, rows, at = match(counts, contexts, order)
-        seen = matches.distribution(at, order)
+        seen = matches.next_token_distribution(at, order)
         weights, tokens = arrange_by_row(rows[seen.rows], seen.probs, seen.tokens, len(contexts))
         rest, suffixes = np.zeros(len(contexts), np.float32), np.zeros((len(contexts), 3), np.int64)
         rest[rows] = seen.rest
@@ -435,7 +435,7 @@ class NGrams(CountedNGrams):
         """
         contexts, order = question.contexts, question.settings.order
         matches, _, at = _match_contexts(question.reader.ngrams(question.selection), contexts, order)
-        occurrences = matches.occurrences(at, order, max(most, _MIN_CITED_PLACES))
+        occurrences = matches.find_occurrences(at, order, max(most, _MIN_CITED_PLACES))
         return cite_occurrences(self.name, contexts, weights, occurrences)
 
 
@@ -460,7 +460,7 @@ def cite_occurrences(
         occurrences: the occurrences of each position's target token.
         is_same_text: True if the occurrences are positions in the same text, False if they are in the store.
     """
-    targets = contexts.targets(np.arange(len(contexts)))
+    targets = contexts.target_tokens(np.arange(len(contexts)))
     every = list[list[Place]]()
     for token, share, found in zip(targets.tolist(), weights.sum(1).tolist(), occurrences, strict=True):
         positions = np.array([occurrence.position for occurrence in found], np.int64)
@@ -525,14 +525,14 @@ def _compute_history_of_texts(
     counts: NGramCounts, contexts: Contexts, order: int, history: NDArray[np.float32]
 ) -> None:
     """Write the history of each position into `history`; all tokens of the texts are looked up at once."""
-    cut = contexts.cut(max(_WINDOWS) + order - 1)
-    matches = Matches.of(counts, cut.texts, cut.is_whole)
+    cut = contexts.cut_to_positions(max(_WINDOWS) + order - 1)
+    matches = Matches.look_up_texts(counts, cut.texts, cut.is_whole)
     # 1) The sum of log-probabilities before each symbol. A symbol without one before it is not counted.
     starts = matches.firsts + ~np.array(cut.is_whole, np.bool_)
     stops = matches.firsts + np.array([len(text) for text in cut.texts], np.int64)
     counted = np.concatenate([np.zeros(0, np.int64), *map(np.arange, starts, np.maximum(starts, stops))])
     sums = np.zeros(int(stops.max(initial=0)) + 1)
-    sums[counted + 1] = np.log(matches.gold(counted - 1, order) + _HISTORY_FLOOR)
+    sums[counted + 1] = np.log(matches.target_probs(counted - 1, order) + _HISTORY_FLOOR)
     sums = sums.cumsum()
     # 2) The mean over each window.
     ends, begins = matches.firsts[cut.owners] + cut.lengths, starts[cut.owners]
@@ -581,8 +581,8 @@ def _match_contexts(
         that are not padding, int64, shape (m,). Last, for each of these contexts, the index of its last token
         in the matches, int64, shape (m,).
     """
-    cut = contexts.cut(order)
-    matches = Matches.of(counts, cut.texts, cut.is_whole)
+    cut = contexts.cut_to_positions(order)
+    matches = Matches.look_up_texts(counts, cut.texts, cut.is_whole)
     return matches, cut.rows, matches.firsts[cut.owners] + cut.lengths - 1
 
 
@@ -601,7 +601,7 @@ def _match_ends(
     for owner, length in zip(contexts.owners[rows].tolist(), contexts.lengths[rows].tolist(), strict=True):
         ends.append(contexts.texts[owner][max(0, length - order + 1) : length].tolist())
         begins.append(contexts.is_whole[owner] and length < order - 1)
-    matches = Matches.of_ends(counts, ends, begins)
+    matches = Matches.look_up_ends(counts, ends, begins)
     return matches, rows, matches.firsts
 
 

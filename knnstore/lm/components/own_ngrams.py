@@ -133,13 +133,13 @@ def _concatenate_contexts(contexts: Contexts) -> tuple["_ConcatenatedTexts", Pla
         int64, shape (m,). Last, for each of these contexts, the place (index in the concatenated array) of
         its last token, int64, shape (m,).
     """
-    cut = contexts.cut(_WHOLE_TEXT)
+    cut = contexts.cut_to_positions(_WHOLE_TEXT)
     texts = _ConcatenatedTexts.concatenate(cut.texts)
     return texts, cut.rows, texts.firsts[cut.owners] + cut.lengths - 1
 
 
 _WHOLE_TEXT = 1 << 62
-"""Argument of `Contexts.cut` that keeps all tokens before a position."""
+"""Argument of `Contexts.cut_to_positions` that keeps all tokens before a position."""
 
 
 class _ConcatenatedTexts(NamedTuple):

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from knnstore.checks import check_numbers, convert_scalars
-from knnstore.datastore import Metric, pairwise
+from knnstore.datastore import Metric, pairwise_distances
 from knnstore.errors import ConfigError
 from knnstore.lm.components.component import Citations, Form, Place, Question
 from knnstore.lm.components.ngrams import NGramFitting, NGramSettings, TargetContinuation
@@ -107,7 +107,7 @@ class Recent(NamedTuple):
         """Number of keys that precede each position, int64, shape (n,)."""
         return self.distances.isfinite().sum(1)
 
-    def rows(self, rows: Rows) -> "Recent":
+    def select_rows(self, rows: Rows) -> "Recent":
         """Return the preceding tokens of some of the positions; `rows` is a slice, indices or a mask."""
         return Recent(self.distances[rows], self.tokens[rows])
 
@@ -116,7 +116,7 @@ class Recent(NamedTuple):
         return Recent(self.distances.to(device), self.tokens.to(device))
 
     @classmethod
-    def joined(cls, parts: Sequence["Recent"]) -> "Recent":
+    def concatenate(cls, parts: Sequence["Recent"]) -> "Recent":
         """Concatenate several groups of positions; groups with fewer columns are padded at the front."""
         width = max(part.width for part in parts)
         short = [(part, (width - part.width, 0)) for part in parts]
@@ -147,7 +147,7 @@ class TargetRecent(NamedTuple):
         """Number of values that are kept for each position, to estimate memory: always 1."""
         return 1
 
-    def rows(self, rows: Rows) -> "TargetRecent":
+    def select_rows(self, rows: Rows) -> "TargetRecent":
         """Return the probabilities at some of the positions; `rows` is a slice, indices or a mask."""
         return self._replace(nearest=self.nearest[rows], counts=self.counts[rows], probs=self.probs[rows])
 
@@ -157,12 +157,12 @@ class TargetRecent(NamedTuple):
         return TargetRecent(nearest, counts, probs, self.temperatures)
 
     @classmethod
-    def joined(cls, parts: Sequence["TargetRecent"]) -> "TargetRecent":
+    def concatenate(cls, parts: Sequence["TargetRecent"]) -> "TargetRecent":
         """Concatenate several groups of positions, which all have the same temperatures."""
         nearest, counts, probs, (temperatures, *_) = zip(*parts, strict=True)
         return cls(torch.cat(nearest), torch.cat(counts), torch.cat(probs), temperatures)
 
-    def weights(self, temperature: float) -> Tensor:
+    def interpolate_weights(self, temperature: float) -> Tensor:
         """Return the probabilities of the target token and of all other tokens together, shape (n, 2).
 
         A row sums to 1, or is 0 for a position without preceding keys.
@@ -199,14 +199,14 @@ class RecentText:
         laid = _KeysInReach.from_contexts(contexts, size)
         columns = laid.keys, laid.tokens, laid.at, laid.starts
         if form is Form.TARGET:
-            targets = torch.from_numpy(contexts.targets(laid.firsts)).to(laid.keys.device)
+            targets = torch.from_numpy(contexts.target_tokens(laid.firsts)).to(laid.keys.device)
             temperatures = {question.settings.temperature * factor for factor in question.factors}
             found = look_back_for_targets(*columns, targets, size, metric, sorted(temperatures))
-            return found.rows(laid.order)
-        recent = look_back(*columns, size, metric)
+            return found.select_rows(laid.order)
+        recent = compare_preceding_keys(*columns, size, metric)
         # Padding has the last row, which has no preceding keys.
         nothing = Recent(torch.full_like(recent.distances[:1], torch.inf), recent.tokens[:1])
-        return Recent.joined([recent, nothing]).rows(laid.order)
+        return Recent.concatenate([recent, nothing]).select_rows(laid.order)
 
     def contribute(
         self, settings: CacheSettings, found: Recent | TargetRecent, factor: float = 1.0
@@ -224,7 +224,7 @@ class RecentText:
         temperature = settings.temperature * factor
         tokens, hits = None, None
         if isinstance(found, TargetRecent):
-            weights = found.weights(temperature)
+            weights = found.interpolate_weights(temperature)
             hits = torch.tensor([[True, False]]).expand(len(weights), -1)
         else:
             weights, tokens = compute_neighbor_weights(found.distances, temperature), found.tokens
@@ -241,7 +241,7 @@ class RecentText:
             most: largest number of places in each of the two lists.
         """
         contexts = question.contexts
-        targets = torch.from_numpy(contexts.targets(np.arange(len(contexts))))
+        targets = torch.from_numpy(contexts.target_tokens(np.arange(len(contexts))))
         hits = weights * (found.tokens == targets[:, None])
         starts = (contexts.lengths - found.width).tolist()
         return Citations(
@@ -287,7 +287,7 @@ def _list_earlier_places(
     ]
 
 
-def look_back(
+def compare_preceding_keys(
     keys: Tensor, tokens: Tensor, at: Tensor, starts: Tensor, size: int, metric: Metric | str
 ) -> Recent:
     """Compute the distances from n keys to the preceding keys of the same text.
@@ -316,7 +316,7 @@ def look_back(
         rows = slice(done, done + count)
         first = max(0, int(at[done]) - width)
         reached = keys[first : int(at[done + count - 1]) + 1]
-        compared = pairwise(keys[at_device[rows]], reached, metric)
+        compared = pairwise_distances(keys[at_device[rows]], reached, metric)
         distances[rows] = compared.gather(1, (before[rows] - first).clamp(min=0))
         done += count
     distances.masked_fill_(before < starts_device[:, None], torch.inf)
@@ -351,7 +351,7 @@ def look_back_for_targets(
     """
     parts, ascending = list[TargetRecent](), tuple(sorted(temperatures))
     for rows in torch.split(torch.arange(len(at)), _BLOCK_ROWS):
-        recent = look_back(keys, tokens, at[rows], starts[rows], size, metric)
+        recent = compare_preceding_keys(keys, tokens, at[rows], starts[rows], size, metric)
         own_targets = targets[upload(rows, keys.device)]
         row, column = (recent.tokens == own_targets[:, None]).nonzero(as_tuple=True)
         nearest, probs = recent.nearest, torch.empty(len(rows), len(ascending), device=keys.device)
@@ -365,7 +365,7 @@ def look_back_for_targets(
                 shares = gold / powers.sum(1).clamp_(min=LEAST_PROBABILITY)
                 probs[:, ascending.index(temperature)] = shares.clamp_(max=1.0)
         parts.append(TargetRecent(nearest, recent.counts, probs, ascending))
-    return TargetRecent.joined(parts)
+    return TargetRecent.concatenate(parts)
 
 
 class _KeysInReach(NamedTuple):
@@ -437,7 +437,7 @@ class DocumentKeys:
     metric: Metric | str
     """``l2`` or ``ip``."""
 
-    def look_back(self, tokens: Tensor, size: int) -> Recent:
+    def compare_preceding_keys(self, tokens: Tensor, size: int) -> Recent:
         """Compute the distances from selected tokens' keys to the preceding keys of the same document.
 
         Args:
@@ -451,7 +451,7 @@ class DocumentKeys:
         rows = torch.arange(len(self.documents))
         begins = torch.cat([torch.tensor([True]), self.documents.diff() != 0])
         starts = rows.where(begins, 0).cummax(0).values
-        return look_back(self.keys, self.targets, tokens, starts[tokens], size, self.metric)
+        return compare_preceding_keys(self.keys, self.targets, tokens, starts[tokens], size, self.metric)
 
 
 RECENT_SIZES = (100, 400, 1600, 6400)
@@ -493,12 +493,14 @@ class RecentFitting:
             if index == 0 or RECENT_SIZES[index - 1] < longest - 1
         )
         every = torch.arange(len(keys.documents))
-        sample = keys.look_back(every[:: max(1, len(every) // _SAMPLE_TOKENS)], sizes[-1]).distances
+        sample = keys.compare_preceding_keys(
+            every[:: max(1, len(every) // _SAMPLE_TOKENS)], sizes[-1]
+        ).distances
         temperatures = _compute_typical_gap(sample) * 2**_OCTAVES
         probs = torch.empty(len(sizes), len(every), len(temperatures))
         found = torch.empty(len(every), dtype=torch.bool)
         for chunk in torch.split(every, max(1, CHUNK_VALUES // min(sizes[-1], longest))):
-            recent = keys.look_back(chunk, sizes[-1])
+            recent = keys.compare_preceding_keys(chunk, sizes[-1])
             distances = recent.distances.flip(1)  # the latest first
             hits = recent.tokens.flip(1) == keys.targets[chunk, None]
             found[chunk] = distances.isfinite().any(1)

@@ -37,7 +37,7 @@ def register_component(component: C) -> C:
     return component
 
 
-def other_components() -> Mapping[str, Any]:
+def load_plugin_components() -> Mapping[str, Any]:
     """Return the components that other packages offer: one instance of each class, by name.
 
     A component is one kind of memory whose predictions are mixed with the model's. Classes come from
@@ -61,9 +61,9 @@ def check_others(others: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str,
     """
     checked = {}
     for name, values in others.items():
-        component = other_components().get(name)
+        component = load_plugin_components().get(name)
         if component is None:
-            known = ", ".join(other_components()) or "none"
+            known = ", ".join(load_plugin_components()) or "none"
             raise ConfigError(
                 f"no component {name!r} is installed (installed: {known}): install the package that has it, "
                 "or leave it out of the settings"

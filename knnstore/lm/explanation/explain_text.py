@@ -26,7 +26,7 @@ from knnstore.lm.explanation.token_explanations import (
     TokenExplanation,
 )
 from knnstore.lm.mixing import LEAST_PROBABILITY, Evidence, Mixture
-from knnstore.lm.mixture import cite_places, mixture_of
+from knnstore.lm.mixture import build_mixture, cite_places
 from knnstore.lm.reading import TextReader, check_tokens
 from knnstore.lm.scoring import ReadTokens, TokenScores, score_text_in_turns, score_texts
 from knnstore.lm.settings import KNNSettings, ReadingModel, resolve
@@ -86,9 +86,9 @@ def explain(
     reader = lm.reader
     if source is not None and not reader.reads_pairs:
         raise ConfigError("a causal model has no source: give the preceding text as `after`")
-    start = len(reader.tokens(after)) - len(reader.document_tokenizer.end)
+    start = len(reader.tokenize(after)) - len(reader.document_tokenizer.end)
     read = None if source is None else reader.document_tokenizer.tokenize_sources([source])[0]
-    tokens = reader.tokens(after + text)
+    tokens = reader.tokenize(after + text)
     return explain_tokens(lm, tokens, knn, neighbors=neighbors, start=start, source=read)
 
 
@@ -194,8 +194,8 @@ def _explain_scored_tokens(
     """
     store, reader = lm.store, lm.reader
     check_tokens(tokens, reader.encoder.vocabulary, reader.tokenizer)
-    whole = Contexts.of_documents([tokens])
-    texts = reader.pieces(tokens[start:].tolist(), tokens[:start].tolist())
+    whole = Contexts.from_documents([tokens])
+    texts = reader.decode_pieces(tokens[start:].tolist(), tokens[:start].tolist())
     effects, sources = _DocumentEffects(store), _SourceDescriber(store, reader, tokens)
     for scores in scored:
         explained: list[TokenExplanation] = []
@@ -207,13 +207,13 @@ def _explain_scored_tokens(
         row_tensor = torch.from_numpy(rows)
         read, evidence = scores.read.select_rows(row_tensor), scores.evidence.select_rows(row_tensor)
         targets, positions = read.targets, read.positions.tolist()
-        mixture = mixture_of(settings, evidence)
+        mixture = build_mixture(settings, evidence)
         p_knn = mixture.knn_probs(targets).tolist()
         lm_log_probs = read.lm_log_probs
         p, p_lm = mixture.target_log_probs(lm_log_probs, targets).exp(), lm_log_probs.exp().tolist()
-        component_probs = [component.probs(targets) for component in mixture.components]
+        component_probs = [component.token_probs(targets) for component in mixture.components]
         # 2) Find the places that the predictions come from, and the documents that contain them.
-        contexts = whole.at_positions(np.zeros(len(rows), np.int64), read.positions)
+        contexts = whole.with_positions(np.zeros(len(rows), np.int64), read.positions)
         cited = {}
         if neighbors:
             cited = cite_places(store, settings, contexts, evidence, mixture, neighbors)
@@ -391,11 +391,11 @@ class _DocumentEffects:
         """
         # 1) List all records with a live document: number of the token, of the document, weight,
         # contribution.
-        key_documents = self._store.holders(mixed.ids)
+        key_documents = self._store.document_numbers(mixed.ids)
         rows, columns = np.nonzero((key_documents >= 0) & (mixed.weights > 0))
         weights = mixed.weights[rows, columns]
         target_weights = weights * mixed.is_target[rows, columns]
-        place_documents = self._store.holders(places.ids)
+        place_documents = self._store.document_numbers(places.ids)
         is_live = place_documents >= 0
         zeros = np.zeros(int(is_live.sum()))
         documents = np.concatenate([key_documents[rows, columns], place_documents[is_live]])
@@ -539,7 +539,7 @@ class _SourceDescriber:
         Args:
             ids: record ids, shape (n,).
         """
-        documents = self._store.holders(ids).tolist()
+        documents = self._store.document_numbers(ids).tolist()
         new = {number for number in documents if number >= 0} - self._source_texts.keys()
         for number, metadata in self._store.metadata(new).items():
             self._source_texts[number] = metadata[SOURCE]
@@ -587,7 +587,7 @@ class _SourceDescriber:
         """
         before, after = origin.context.tolist(), origin.continuation.tolist()
         context, up_to_token = (
-            self._reader.text(tokens).rstrip("\ufffd") for tokens in (before, [*before, origin.token])
+            self._reader.decode(tokens).rstrip("\ufffd") for tokens in (before, [*before, origin.token])
         )
-        whole = self._reader.text([*before, origin.token, *after])
+        whole = self._reader.decode([*before, origin.token, *after])
         return context, up_to_token[len(context) :], whole[len(up_to_token) :]

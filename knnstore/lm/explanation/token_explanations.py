@@ -114,7 +114,7 @@ class DocumentEffect:
     search: the records of the document are removed, and the weights of the other records are normalized
     again, with the same λ and T. If no record is left, the model's probability is used. The contributions of
     n-grams in the document are subtracted, and n-grams are not counted again. A real search without the
-    document (`Selection.without`) would find other records in place of the removed records.
+    document (`Selection.without_content`) would find other records in place of the removed records.
     """
 
     document: str

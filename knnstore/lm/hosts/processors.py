@@ -119,9 +119,9 @@ class NGramLogitsProcessor:
         starts = [self._find_start(text) for text in texts]
         lengths = np.array([len(text) - start for text, start in zip(texts, starts, strict=True)], np.int64)
         contexts = replace(
-            Contexts.of_documents([text[start:] for text, start in zip(texts, starts, strict=True)]),
+            Contexts.from_documents([text[start:] for text, start in zip(texts, starts, strict=True)]),
             is_whole=[start > 0 or not self._store.identity.has_prefix for start in starts],
-        ).at_positions(np.arange(len(texts)), lengths)
+        ).with_positions(np.arange(len(texts)), lengths)
         keys = scores.new_zeros((len(texts), 0), dtype=torch.float32)
         mixed: Tensor = self._mixer.mix(Rows(scores, keys, contexts), [settings])
         return mixed.to(scores.dtype).masked_fill(scores == -torch.inf, -torch.inf)

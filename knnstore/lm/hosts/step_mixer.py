@@ -112,7 +112,7 @@ class HostedSettings:
         Raises:
             KnnstoreError: the store cannot be read, or cannot do what the options ask for.
         """
-        self._refresh()
+        self._refresh_if_changed()
         key = (options, purpose)
         settings = self._settings.get(key)
         if settings is None:
@@ -124,10 +124,10 @@ class HostedSettings:
 
     def find_missing_domains(self, options: RequestOptions) -> list[str]:
         """Return the domain names in the options that the store does not have, sorted; may be empty."""
-        self._refresh()
+        self._refresh_if_changed()
         return sorted(set(options.domains or ()) - self._domains)
 
-    def _refresh(self) -> None:
+    def _refresh_if_changed(self) -> None:
         """Read the names of the store's domains again and clear the cache, if the store has changed."""
         revision = self._store.revision()
         if revision != self._revision:
@@ -235,7 +235,7 @@ class StepMixer:
         request = _Request(options, known, len(prompt), wants_prompt_scores)
         self._requests[name] = request
         if error is not None:
-            self._fail(name, request, error)
+            self._mark_failed(name, request, error)
 
     def remove_request(self, name: str) -> None:
         """Forget a request and its text. Does nothing if the request is not registered."""
@@ -290,7 +290,7 @@ class StepMixer:
                 if request.has_keys is None:
                     request.has_keys = needs_keys(self._settings.resolve(request.options, Purpose.SCORING))
             except Exception as error:
-                self._fail(name, request, error)
+                self._mark_failed(name, request, error)
                 continue
             if not request.has_keys:
                 request.text.append_without_keys(step.tokens[start:stop])
@@ -298,14 +298,14 @@ class StepMixer:
                 by_length.setdefault(stop - start, []).append((name, request, start))
         for length, members in by_length.items():
             try:
-                self._extend_batch(step, states, members, length)
+                self._append_step_tokens(step, states, members, length)
             except Exception as error:
                 for name, request, _ in members:
-                    self._fail(name, request, error)
+                    self._mark_failed(name, request, error)
         if self._keys is None:
             self._keys = states.new_zeros((len(step.tokens), 0), dtype=torch.float32)
 
-    def _extend_batch(
+    def _append_step_tokens(
         self, step: Step, states: Tensor, members: Sequence[tuple[str, _Request, int]], length: int
     ) -> None:
         """Append the new tokens of several requests to their texts, and store the tokens' keys for `mix`.
@@ -332,7 +332,7 @@ class StepMixer:
             self._keys = keys.new_zeros((int(step.starts[-1]), keys.shape[-1]))
         self._keys[index] = keys.flatten(0, 1)
         for _, request, _ in members:
-            self._drop_unneeded(request)
+            self._free_unneeded_states(request)
 
     def mix(self, logits: Tensor, rows: Numbers, purpose: Purpose) -> Tensor:
         """Mix the store's predictions into logits of the current step, and return the result.
@@ -360,7 +360,7 @@ class StepMixer:
         owners = np.searchsorted(step.starts, rows, side="right") - 1
         positions = step.positions[rows]
         members = [self._requests.get(name) for name in step.requests]
-        settings = [self._settings_for(row, members[row], purpose) for row in range(len(members))]
+        settings = [self._resolve_settings(row, members[row], purpose) for row in range(len(members))]
         chosen = list[int]()
         for at, (owner, position) in enumerate(zip(owners.tolist(), positions.tolist(), strict=True)):
             request = members[owner]
@@ -379,7 +379,7 @@ class StepMixer:
             return self._mix_rows(logits, rows, picked, owners, members, settings)
         except Exception as error:
             for name in dict.fromkeys(names):
-                self._fail(name, self._requests[name], error)
+                self._mark_failed(name, self._requests[name], error)
             return logits
 
     def _mix_rows(
@@ -412,7 +412,7 @@ class StepMixer:
         is_all = len(picked) == len(rows)
         index = torch.from_numpy(picked).to(logits.device)
         keys = self._keys[torch.from_numpy(rows[picked]).to(self._keys.device)]
-        contexts = self._contexts(members, owners[picked], step.positions[rows[picked]] + 1)
+        contexts = self._build_contexts(members, owners[picked], step.positions[rows[picked]] + 1)
         chosen_rows = Rows(logits if is_all else logits[index], keys, contexts)
         each = [one for owner in owners[picked].tolist() if (one := settings[owner]) is not None]
         mixed = self._mix_apart_on_error(
@@ -452,12 +452,12 @@ class StepMixer:
             try:
                 part = self._rows.mix(rows.select(at), [each[row] for row in at])
             except Exception as error:
-                self._fail(name, self._requests[name], error)
+                self._mark_failed(name, self._requests[name], error)
             else:
                 mixed[torch.from_numpy(at).to(mixed.device)] = part.float()
         return mixed
 
-    def _settings_for(self, row: int, request: _Request | None, purpose: Purpose) -> KNNSettings | None:
+    def _resolve_settings(self, row: int, request: _Request | None, purpose: Purpose) -> KNNSettings | None:
         """Return the retrieval settings of a request; None if its rows keep the model's logits.
 
         The rows keep the model's logits in three cases: the request is not registered or has failed; it wants
@@ -479,12 +479,12 @@ class StepMixer:
         try:
             settings = self._settings.resolve(request.options, purpose)
         except Exception as error:
-            self._fail(self._step.requests[row], request, error)
+            self._mark_failed(self._step.requests[row], request, error)
             return None
         if settings.cache is not None and not request.text.has_all_keys:
-            settings = settings.without("cache")  # calibrated since the request began
+            settings = settings.without_components("cache")  # calibrated since the request began
         if settings.retrieves and not request.has_keys:
-            self._fail(
+            self._mark_failed(
                 self._step.requests[row],
                 request,
                 ConfigError(
@@ -494,7 +494,7 @@ class StepMixer:
             return None
         return None if settings.is_model_alone else settings
 
-    def _contexts(self, members: Sequence[_Request | None], owners: Numbers, ends: Numbers) -> Contexts:
+    def _build_contexts(self, members: Sequence[_Request | None], owners: Numbers, ends: Numbers) -> Contexts:
         """Return the contexts of p rows: for each row the text that ends with the row's token.
 
         N-grams and other components predict the next token from the context.
@@ -507,7 +507,7 @@ class StepMixer:
         """
         used, texts = np.unique(owners, return_inverse=True)
         states = [member.text for row in used.tolist() if (member := members[row]) is not None]
-        return Contexts.of_texts(states, [text.length for text in states], self._prefix, texts, ends)
+        return Contexts.from_texts(states, [text.length for text in states], self._prefix, texts, ends)
 
     def _rewind(self, request: _Request, position: int) -> None:
         """Make the text of a request end before a position, so that the step's tokens can be appended there.
@@ -537,7 +537,7 @@ class StepMixer:
             )
         text.append_without_keys(reused)
 
-    def _drop_unneeded(self, request: _Request) -> None:
+    def _free_unneeded_states(self, request: _Request) -> None:
         """Free the keys and hidden states of a request's text that later steps do not need."""
         text = request.text
         settings = self._settings.resolve(request.options, Purpose.SCORING)
@@ -557,7 +557,7 @@ class StepMixer:
         """
         return states.float() if self._projection is None else self._projection(states)
 
-    def _fail(self, name: str, request: _Request, error: Exception) -> None:
+    def _mark_failed(self, name: str, request: _Request, error: Exception) -> None:
         """Mark a request as failed, log its error, and add its id to the result of `take_failures`."""
         _logger.warning("request %s: the store failed: %s", name, error)
         request.error = error

@@ -119,18 +119,22 @@ def attach() -> None:
         # vLLM logs the exceptions of plugins and starts without them, so the error is raised later.
         _refuse_to_start(error)
         return
-    _wrap("vllm.engine.arg_utils", "EngineArgs", "create_engine_config", _checking_config)
-    _wrap(
+    _replace_method("vllm.engine.arg_utils", "EngineArgs", "create_engine_config", _wrap_create_engine_config)
+    _replace_method(
         "vllm.v1.engine.input_processor",
         "InputProcessor",
         "_build_logits_processors_params_validator",
-        _checking_options,
+        _wrap_build_validator,
     )
-    _wrap("vllm.v1.core.sched.scheduler", "Scheduler", "update_from_output", _ending_failed)
-    _wrap("vllm.v1.engine.output_processor", "OutputProcessor", "process_outputs", _counting_failures)
+    _replace_method(
+        "vllm.v1.core.sched.scheduler", "Scheduler", "update_from_output", _wrap_update_from_output
+    )
+    _replace_method(
+        "vllm.v1.engine.output_processor", "OutputProcessor", "process_outputs", _wrap_process_outputs
+    )
     for module, name in _RUNNERS:
         if "load_model" in vars(getattr(importlib.import_module(module), name)):
-            _wrap(module, name, "load_model", _attaching_store)
+            _replace_method(module, name, "load_model", _wrap_load_model)
 
 
 def check_vllm() -> None:
@@ -159,7 +163,7 @@ def check_vllm() -> None:
                 ) from None
 
 
-def _wrap(module: str, owner: str, name: str, wrapper: Callable[[Any], Any]) -> None:
+def _replace_method(module: str, owner: str, name: str, wrapper: Callable[[Any], Any]) -> None:
     """Replace a method of a class by a wrapper of this method.
 
     Args:
@@ -187,7 +191,7 @@ def _refuse_to_start(error: KnnstoreError) -> None:
 
         return create_engine_config
 
-    _wrap("vllm.engine.arg_utils", "EngineArgs", "create_engine_config", replace_by_error)
+    _replace_method("vllm.engine.arg_utils", "EngineArgs", "create_engine_config", replace_by_error)
 
 
 def _raise_or_exit(error: KnnstoreError) -> None:
@@ -197,7 +201,7 @@ def _raise_or_exit(error: KnnstoreError) -> None:
     raise error
 
 
-def _checking_config(create_engine_config: Any) -> Any:
+def _wrap_create_engine_config(create_engine_config: Any) -> Any:
     """Return a wrapper of `EngineArgs.create_engine_config` that also checks that the store fits.
 
     If the store does not fit the model, the wrapper raises an error, so that vLLM does not start.
@@ -231,7 +235,7 @@ def check_config(config: Any) -> None:
         ConfigError: the model is a pooling model; LoRA, prompt embeddings or batch-sharded sampling is
             requested; the model's files cannot be read; or ``KNNSTORE_ON_ERROR`` has an unknown value.
     """
-    _on_error()
+    _read_error_policy()
     model = config.model_config
     if model.runner_type == "pooling":
         raise ConfigError(f"a store needs a model that generates text: unset {HOME} for a pooling model")
@@ -248,7 +252,7 @@ def check_config(config: Any) -> None:
         check_checkpoint(store.identity, model.model, model.tokenizer, revision=model.revision)
 
 
-def _on_error() -> str:
+def _read_error_policy() -> str:
     """Return what happens to a request whose retrieval fails: ``fail`` (it ends) or ``fallback``.
 
     With ``fallback`` the model continues the request alone. The environment variable `ON_ERROR` has the
@@ -266,7 +270,7 @@ def _on_error() -> str:
 # 2. In the front end: the options of each request.
 
 
-def _checking_options(build_validator: Any) -> Any:
+def _wrap_build_validator(build_validator: Any) -> Any:
     """Return a wrapper of `InputProcessor._build_logits_processors_params_validator`.
 
     The validators that the wrapper returns also check the ``knn_*`` options of each request.
@@ -356,7 +360,7 @@ class OptionChecker:
 # 3. In the workers: the logits.
 
 
-def _attaching_store(load_model: Any) -> Any:
+def _wrap_load_model(load_model: Any) -> Any:
     """Return a wrapper of a model runner's `load_model` that attaches the store to the loaded model.
 
     Args:
@@ -424,13 +428,13 @@ class StateTap:
 
     def _keep_input(self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Copy the states from the arguments of the module. This is the hook before the module runs."""
-        self._keep((*args, *kwargs.values()))
+        self._copy_to_buffer((*args, *kwargs.values()))
 
     def _keep_output(self, _: nn.Module, __: Any, output: Any) -> None:
         """Copy the states from the result of the module. This is the hook after the module has run."""
-        self._keep(output if isinstance(output, tuple) else (output,))
+        self._copy_to_buffer(output if isinstance(output, tuple) else (output,))
 
-    def _keep(self, values: tuple[Any, ...]) -> None:
+    def _copy_to_buffer(self, values: tuple[Any, ...]) -> None:
         """Copy the states into a buffer that stays at the same memory address.
 
         The fixed address lets a CUDA graph replay the copy. vLLM's normalizations take the residual as a
@@ -592,7 +596,7 @@ class Attachment(ABC):
         logits: Tensor | None = self._compute_logits(hidden, *args, **kwargs)
         if self._hidden is None or logits is None or not len(logits):
             return logits
-        first = _first_row(hidden, self._hidden)
+        first = _find_first_row_of_view(hidden, self._hidden)
         if first is None:
             rows, purpose = self.sampled_rows()[: len(hidden)], Purpose.GENERATION
         else:
@@ -804,13 +808,13 @@ class StoreDrafts:
                 continue
             text = token_ids_cpu[row, :count].astype(np.int64)
             # vLLM does not say which request a row is, so the end of its text identifies it.
-            drafts, drafted = self._pending.pop(_end_of(text[: count - len(sampled)]), (None, 0))
+            drafts, drafted = self._pending.pop(_identify_text_end(text[: count - len(sampled)]), (None, 0))
             if drafts is None:
                 drafts = Drafts(self._store, KNNSettings())
             else:
                 drafts.learn(drafted, len(sampled) - 1)
             draft = drafts.propose(text, min(self._most, self._longest - count)).tolist()
-            self._pending[_end_of(text)] = drafts, len(draft)
+            self._pending[_identify_text_end(text)] = drafts, len(draft)
             if len(self._pending) > _MOST_PENDING:
                 self._pending.popitem(last=False)
             proposed.append(draft)
@@ -820,7 +824,7 @@ class StoreDrafts:
         """Do nothing. vLLM calls this method, but drafts from a store need no model."""
 
 
-def _end_of(text: Numbers) -> tuple[int, bytes]:
+def _identify_text_end(text: Numbers) -> tuple[int, bytes]:
     """Return the length of a text and its last tokens as bytes. Together they identify the text's request."""
     return len(text), text[-_IDENTIFYING:].tobytes()
 
@@ -859,7 +863,7 @@ def _add_failures(output: Any, failures: set[str]) -> None:
     output.get_output = get_marked_output
 
 
-def _ending_failed(update_from_output: Any) -> Any:
+def _wrap_update_from_output(update_from_output: Any) -> Any:
     """Return a wrapper of `Scheduler.update_from_output`, the scheduler's use of a step's output.
 
     The wrapper ends the requests whose retrieval failed in the step. With ``KNNSTORE_ON_ERROR=fallback``
@@ -877,7 +881,7 @@ def _ending_failed(update_from_output: Any) -> Any:
         from vllm.v1.request import RequestStatus
 
         failures: set[str] = getattr(model_runner_output, _FAILURES, set())
-        falls_back = _on_error() == "fallback"
+        falls_back = _read_error_policy() == "fallback"
         ended = []
         if failures and not falls_back:
             ended = self.finish_requests(failures, RequestStatus.FINISHED_ERROR)
@@ -907,7 +911,7 @@ def _ending_failed(update_from_output: Any) -> Any:
     return update_and_end_failed
 
 
-def _counting_failures(process_outputs: Any) -> Any:
+def _wrap_process_outputs(process_outputs: Any) -> Any:
     """Return a wrapper of `OutputProcessor.process_outputs` that counts failed requests in vLLM's metrics.
 
     Args:
@@ -948,7 +952,7 @@ def _is_head_input(model: nn.Module, place: str) -> bool:
     return side == "output" and path in dict(model.named_children())
 
 
-def _first_row(part: Tensor, whole: Tensor) -> int | None:
+def _find_first_row_of_view(part: Tensor, whole: Tensor) -> int | None:
     """Return the index of the row of `whole` at which `part` begins, if `part` is a view of `whole`.
 
     Returns None if `part` has memory of its own. vLLM uses views of the hidden states to compute the logits

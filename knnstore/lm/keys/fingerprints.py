@@ -61,7 +61,8 @@ _PROBE_TEXTS = (
 def model_fingerprint(model: PreTrainedModel) -> str:
     """Compute a fingerprint of a model from its configuration and 16 evenly spaced values of each weight.
 
-    The values are read in the precision in which the model is loaded. `same_model` compares two fingerprints.
+    The values are read in the precision in which the model is loaded. `describe_same_checkpoint` compares two
+    fingerprints.
 
     Returns:
         Three parts with colons between them: the SHA-256 of the values, hexadecimal; the values,
@@ -106,7 +107,7 @@ def compute_fingerprint(
     return ":".join((hashlib.sha256(sample).hexdigest(), *parts))
 
 
-def same_model(one: str, other: str) -> bool:
+def describe_same_checkpoint(one: str, other: str) -> bool:
     """Check whether two fingerprints describe the same checkpoint.
 
     Each model may have been loaded in float32, float16 or bfloat16. Only fields that both configurations have
@@ -140,7 +141,11 @@ def _compare_fingerprints(one: str, other: str) -> bool:
         torch.from_numpy(np.frombuffer(base64.b64decode(parts[0]), "<f4").astype(np.float32))
         for parts in (first, second)
     )
-    return a.shape == b.shape and len(a) > 0 and bool((_find_rounded(a, b) | _find_rounded(b, a)).all())
+    return (
+        a.shape == b.shape
+        and len(a) > 0
+        and bool((_match_rounded_values(a, b) | _match_rounded_values(b, a)).all())
+    )
 
 
 def _select_forward_fields(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,7 +169,7 @@ def _check_shared_fields(one: Any, other: Any) -> bool:
     return all(_check_shared_fields(one[name], other[name]) for name in one.keys() & other.keys())
 
 
-def _find_rounded(fine: Tensor, coarse: Tensor) -> Tensor:
+def _match_rounded_values(fine: Tensor, coarse: Tensor) -> Tensor:
     """Check, for each pair of values, whether they may be one number in two precisions; return a mask.
 
     The mask is True where `coarse` (the value in the lower precision) equals `fine`, or equals `fine` rounded
@@ -179,7 +184,7 @@ def _find_rounded(fine: Tensor, coarse: Tensor) -> Tensor:
     return rounded | ((fine == half) & (coarse == coarse.bfloat16()) & between)
 
 
-def pair_fingerprint(tokenizer: Any, prefix: Sequence[int]) -> str:
+def seq2seq_tokenizer_fingerprint(tokenizer: Any, prefix: Sequence[int]) -> str:
     """Compute a fingerprint of an encoder-decoder model's tokenizer, its languages and its decoder prefix.
 
     These turn a pair of a source and a text into the model's input.

@@ -2,8 +2,8 @@
 
 Under ``torch.autocast`` each matrix product is rounded to bfloat16 or float16: also distances, projections
 and the networks that choose weights. Rounded keys are harder to distinguish, and some operations refuse mixed
-dtypes. So code that retrieves from a store runs in `full_precision`, and each forward pass of the model runs
-in `model_precision`, which restores the caller's autocast. `KeyCapture` does this itself.
+dtypes. So code that retrieves from a store runs in `disable_autocast`, and each forward pass of the model
+runs in `restore_autocast`, which restores the caller's autocast. `KeyCapture` does this itself.
 """
 
 import threading
@@ -28,7 +28,7 @@ _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 _disabled_autocast: ContextVar[tuple[tuple[str, torch.dtype], ...]] = ContextVar(
     "_disabled_autocast", default=()
 )
-"""Device types whose autocast `full_precision` disabled, each with its dtype."""
+"""Device types whose autocast `disable_autocast` disabled, each with its dtype."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -101,11 +101,11 @@ def key_dim(model: PreTrainedModel, location: KeyLocation) -> int:
             token.
     """
     ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
-    keys, _ = hidden_forward(model, location, ids, Source.make_probe(model, 1))
+    keys, _ = run_without_head(model, location, ids, Source.make_probe(model, 1))
     return keys.shape[-1]
 
 
-def hidden_forward(
+def run_without_head(
     model: PreTrainedModel, location: KeyLocation, input_ids: Tensor, source: Source | None = None
 ) -> tuple[Tensor, Tensor]:
     """Run a language model without its output head, without gradients and without a KV cache.
@@ -125,10 +125,10 @@ def hidden_forward(
     """
     with torch.inference_mode(), KeyCapture(model, location) as capture:
         output = model.base_model(**make_forward_kwargs(model, input_ids, source), use_cache=False)
-    return capture.keys(*input_ids.shape), output[0]
+    return capture.take_keys(*input_ids.shape), output[0]
 
 
-def keys_forward(
+def run_until_keys(
     model: PreTrainedModel, location: KeyLocation, input_ids: Tensor, source: Source | None = None
 ) -> Tensor:
     """Run a language model only until the keys are computed; later layers do not run.
@@ -151,7 +151,7 @@ def keys_forward(
     """
     with torch.inference_mode(), KeyCapture(model, location, stop=True) as capture:
         model.base_model(**make_forward_kwargs(model, input_ids, source), use_cache=False)
-    return capture.keys(*input_ids.shape)
+    return capture.take_keys(*input_ids.shape)
 
 
 class _KeysCaptured(BaseException):
@@ -168,7 +168,7 @@ _hook_lock = threading.Lock()  # torch numbers its hooks without a lock
 class KeyCapture:
     """Context manager that captures the keys of forward passes that the calling thread runs.
 
-    The passes run under the autocast settings of the code that called `full_precision`, if any. The hook is
+    The passes run under the autocast settings of the code that called `disable_autocast`, if any. The hook is
     removed when the context ends, also after an exception. Other threads may run the same model at the same
     time; each thread uses its own `KeyCapture`.
 
@@ -189,7 +189,7 @@ class KeyCapture:
 
     def __enter__(self) -> Self:
         self._thread = threading.get_ident()
-        self._precision.enter_context(model_precision())
+        self._precision.enter_context(restore_autocast())
         with _hook_lock:
             if self.location.side == "input":
                 self._hook = self._module.register_forward_pre_hook(self._capture_input, with_kwargs=True)
@@ -204,7 +204,7 @@ class KeyCapture:
         self._precision.close()
         return isinstance(error, _KeysCaptured)
 
-    def keys(self, batch: int, length: int) -> Tensor:
+    def take_keys(self, batch: int, length: int) -> Tensor:
         """Return the keys of the latest forward pass, and forget them.
 
         Args:
@@ -261,7 +261,7 @@ class KeyCapture:
                 raise _KeysCaptured
 
 
-def keep_positions(values: Tensor, logits_to_keep: int | Tensor) -> Tensor:
+def select_positions_to_keep(values: Tensor, logits_to_keep: int | Tensor) -> Tensor:
     """Return the rows of the positions whose logits are computed, as transformers selects them.
 
     Args:
@@ -283,8 +283,8 @@ def keep_positions(values: Tensor, logits_to_keep: int | Tensor) -> Tensor:
 
 
 @contextmanager
-def full_precision() -> Iterator[None]:
-    """Disable autocast inside the context, and remember its settings for `model_precision`.
+def disable_autocast() -> Iterator[None]:
+    """Disable autocast inside the context, and remember its settings for `restore_autocast`.
 
     Does nothing if autocast is not enabled.
     """
@@ -307,10 +307,10 @@ def full_precision() -> Iterator[None]:
 
 
 @contextmanager
-def model_precision() -> Iterator[None]:
-    """Enable autocast inside the context again, as it was before `full_precision` disabled it.
+def restore_autocast() -> Iterator[None]:
+    """Enable autocast inside the context again, as it was before `disable_autocast` disabled it.
 
-    Does nothing if `full_precision` did not disable autocast.
+    Does nothing if `disable_autocast` did not disable autocast.
     """
     with ExitStack() as restored:
         for device, dtype in _disabled_autocast.get():
@@ -318,12 +318,12 @@ def model_precision() -> Iterator[None]:
         yield
 
 
-def in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
+def run_without_autocast(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function so that autocast is disabled while it runs. Not for generator functions."""
 
     @wraps(function)
     def call_in_full_precision(*args: P.args, **kwargs: P.kwargs) -> R:
-        with full_precision():
+        with disable_autocast():
             return function(*args, **kwargs)
 
     return call_in_full_precision

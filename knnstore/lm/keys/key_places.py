@@ -76,20 +76,20 @@ def locate(model: PreTrainedModel, key: str = "ffn_input") -> KeyLocation:
             raise ConfigError(
                 f"key {key!r}: final_hidden is the output of the last layer; leave the @{layer} out"
             )
-        location = KeyLocation(_path_of(model, _decoder(model)), "output")
+        location = KeyLocation(_find_module_path(model, _find_decoder(model)), "output")
     else:
         part = _find_layer_module(model, key, place, -1 if layer is None else int(layer))
-        location = KeyLocation(_path_of(model, part), "input")
+        location = KeyLocation(_find_module_path(model, part), "input")
     return _find_norm_input(model, key, location) if before_norm else location
 
 
-def layer_count(model: PreTrainedModel) -> int:
+def count_layers(model: PreTrainedModel) -> int:
     """Return the number of decoder layers of a model.
 
     Raises:
         ConfigError: no list of decoder layers is found in the model.
     """
-    return len(_layers(model))
+    return len(_find_layers(model))
 
 
 def _locate_default(model: PreTrainedModel) -> KeyLocation:
@@ -117,7 +117,7 @@ def _locate_module(model: PreTrainedModel, key: str) -> KeyLocation:
     if side not in ("input", "output"):
         raise ConfigError(f"key {key!r}: expected 'input' or 'output' after the colon, got {side!r}")
     if not path or path not in dict(model.named_modules()):
-        candidates = _describe_candidates(_layers(model)[-1], model)
+        candidates = _describe_candidates(_find_layers(model)[-1], model)
         raise ConfigError(
             f"key {key!r}: {type(model).__name__} has no module {path!r}; use "
             f"{', '.join((*LAYER_PLACES, *FINAL_PLACES))} or one of: {candidates}"
@@ -137,7 +137,7 @@ def _find_layer_module(model: PreTrainedModel, key: str, place: str, layer: int)
     Raises:
         ConfigError: the model has no layer of this index, or the layer has no module of this kind.
     """
-    layers = _layers(model)
+    layers = _find_layers(model)
     if not -len(layers) <= layer < len(layers):
         raise ConfigError(
             f"key {key!r}: {type(model).__name__} has {len(layers)} layers, 0 to {len(layers) - 1} or "
@@ -220,7 +220,7 @@ def _find_norm_input(model: PreTrainedModel, key: str, location: KeyLocation) ->
     finally:
         for hook in hooks:
             hook.remove()
-    wanted = capture.keys(1, 2)
+    wanted = capture.take_keys(1, 2)
     for path, output in reversed(results):
         # Some models (OPT) reshape the output, so only memory and size are compared.
         if output.data_ptr() == wanted.data_ptr() and output.numel() == wanted.numel():
@@ -231,7 +231,7 @@ def _find_norm_input(model: PreTrainedModel, key: str, location: KeyLocation) ->
     )
 
 
-def _decoder(model: PreTrainedModel) -> nn.Module:
+def _find_decoder(model: PreTrainedModel) -> nn.Module:
     """Find the decoder of a model: the module that contains its layers but not its output head.
 
     The first candidate that contains a `ModuleList` is returned. The candidates are ``get_decoder()``,
@@ -249,7 +249,7 @@ def _decoder(model: PreTrainedModel) -> nn.Module:
     raise ConfigError(f"{type(model).__name__} has no list of decoder layers; name the key's module")
 
 
-def _layers(model: PreTrainedModel) -> nn.ModuleList:
+def _find_layers(model: PreTrainedModel) -> nn.ModuleList:
     """Find the decoder layers: the outermost `ModuleList` of the decoder.
 
     If several lists are equally far out, the list with the most parameters is returned.
@@ -259,7 +259,7 @@ def _layers(model: PreTrainedModel) -> nn.ModuleList:
     """
     lists = [
         (path.count("."), module)
-        for path, module in _decoder(model).named_modules()
+        for path, module in _find_decoder(model).named_modules()
         if isinstance(module, nn.ModuleList) and len(module) > 0
     ]
     if not lists:
@@ -287,11 +287,11 @@ def _has_matrix(module: nn.Module) -> bool:
 
 def _describe_candidates(layer: nn.Module, model: PreTrainedModel) -> str:
     """Return the paths and the class names of a layer's modules as one text, for an error message."""
-    path = _path_of(model, layer)
+    path = _find_module_path(model, layer)
     return ", ".join(f"{path}.{name} ({type(child).__name__})" for name, child in layer.named_children())
 
 
-def _path_of(model: PreTrainedModel, wanted: nn.Module) -> str:
+def _find_module_path(model: PreTrainedModel, wanted: nn.Module) -> str:
     """Return the dotted path of the module `wanted` inside a model, e.g. ``transformer.h.0.mlp``."""
     paths: dict[nn.Module, str] = {module: path for path, module in model.named_modules()}
     return paths[wanted]

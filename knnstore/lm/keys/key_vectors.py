@@ -53,7 +53,7 @@ class Joining:
     """Discount of the previous token's state, then of the token before it, and so on; empty for one state."""
 
     @classmethod
-    def from_states(cls, states: int, discounts: Sequence[float] | None = None) -> Self:
+    def from_state_count(cls, states: int, discounts: Sequence[float] | None = None) -> Self:
         """Create the object that computes a key as a weighted sum of the hidden states of `states` tokens.
 
         Args:
@@ -87,7 +87,7 @@ class Joining:
         place, *joined = key.split(" ")
         if all(part.startswith("+") for part in joined):
             with suppress(ValueError):
-                return place, cls.from_states(1 + len(joined), [float(part) for part in joined])
+                return place, cls.from_state_count(1 + len(joined), [float(part) for part in joined])
         raise ConfigError(
             f"this version of knnstore does not know the key {key!r}: use the version that made the store"
         )
@@ -113,7 +113,7 @@ class Joining:
         if not self.discounts:
             return states
         if attended is None:
-            return self.after(pad(states, (0, 0, len(self.discounts), 0)))
+            return self.join_states(pad(states, (0, 0, len(self.discounts), 0)))
         states = states.float()
         preceding = attended.cumsum(1) - 1  # number of tokens of the text before each position
         columns = (~attended).to(torch.uint8).argsort(dim=1, stable=True)  # columns of the tokens, in order
@@ -124,7 +124,7 @@ class Joining:
             keys = keys.add(earlier.roll(back, -1), alpha=discount)
         return keys
 
-    def after(self, states: Tensor) -> Tensor:
+    def join_states(self, states: Tensor) -> Tensor:
         """Compute the keys of the last t positions of texts, from states that include earlier positions.
 
         Args:
@@ -180,7 +180,7 @@ class Projection:
         projected: Tensor = (keys.float() - self.mean.to(keys.device)) @ self.matrix.to(keys.device)
         return projected
 
-    def weights(self, metadata: Mapping[str, Any]) -> Weights:
+    def to_weights(self, metadata: Mapping[str, Any]) -> Weights:
         """Return the projection's tensors, together with `metadata`, in the form that a store saves."""
         return Weights({"mean": self.mean.numpy(), "matrix": self.matrix.numpy()}, metadata)
 

@@ -33,7 +33,7 @@ from knnstore.lm.mixing.interpolation import (
     mix_target_log_probs,
 )
 from knnstore.lm.mixing.mixer import Chosen, Evidence, FixedLambda, Mixer, SimpleMixer
-from knnstore.lm.mixing.registry import is_registered, load_mixer, other_mixers, register_mixer
+from knnstore.lm.mixing.registry import is_registered, load_mixer, load_plugin_mixers, register_mixer
 from knnstore.lm.mixing.token_sums import (
     CHUNK_VALUES,
     DISTINCT_AMONG,
@@ -92,10 +92,10 @@ __all__ = [
     "is_registered",
     "list_powers_of_two",
     "load_mixer",
+    "load_plugin_mixers",
     "make_gate_start",
     "make_temperature_grid",
     "mix_probs",
     "mix_target_log_probs",
-    "other_mixers",
     "register_mixer",
 ]

@@ -3,7 +3,7 @@
 A cell is a part of a domain's records whose keys are near each other; a query probes the cells nearest to it.
 A pair is a query with a cell that it probes. For each pair, exp(-d/T) is summed over all records of the cell,
 and over the few records with the query's target token (the hits). This module also finds the hits
-(`find_hits`) and the nearest records (`nearest_records`).
+(`find_hits`) and the nearest records (`find_nearest_records`).
 """
 
 import math
@@ -42,7 +42,7 @@ class ProbedCells(NamedTuple):
     """Rank of the cell for the query: the number of cells that are nearer, int64, shape (b, m); None if
     unknown."""
 
-    def on(self, device: torch.device) -> "ProbedCells":
+    def to_device(self, device: torch.device) -> "ProbedCells":
         """Return the cells and their queries with all tensors on a device.
 
         On the CPU the same object is returned.
@@ -94,7 +94,7 @@ class CellSums:
         self._targets = torch.cat([targets, targets.new_zeros(1)]).to(device)
         self._vocabulary = vocabulary
         self._features = features
-        self._cells = [some.on(device) for some in cells]
+        self._cells = [some.to_device(device) for some in cells]
         asked = torch.cat([self._targets[:0], *(some.queries.flatten() for some in self._cells)])
         self._query_of_pair = asked.where(asked >= 0, len(targets))
         self._nearest_of_pair = _flatten_pairs([some.distances.amin(2) for some in self._cells], device)
@@ -140,7 +140,7 @@ class CellSums:
     @cached_property
     def _nearest_records(self) -> tuple[Tensor, Tensor]:
         """Distances and tokens of the `features` nearest records, shape (n, features)."""
-        return self.near(self._features)
+        return self.find_nearest(self._features)
 
     def select_rows(self, rows: slice | Tensor) -> "CellSums":
         """Return the results of some of the queries.
@@ -156,7 +156,7 @@ class CellSums:
         targets = self._targets[chosen].to(self._device)
         return CellSums(cells, targets, self._vocabulary, self._features)
 
-    def nearest_only(self) -> NeighborSums:
+    def to_neighbor_sums(self) -> NeighborSums:
         """Return only the nearest records, as `NeighborSums`; their number is `features` of the constructor.
 
         The result has no tokens. It has `hits` instead: True for a record with the query's target token.
@@ -165,15 +165,15 @@ class CellSums:
         hits = tokens == self._targets[:-1, None].to(tokens.device)
         return NeighborSums(distances, hits=hits, known_distinct=self.distinct)
 
-    def near(self, k: int) -> tuple[Tensor, Tensor]:
+    def find_nearest(self, k: int) -> tuple[Tensor, Tensor]:
         """Return distances and tokens of the k nearest records, nearest first, shape (n, k).
 
         A missing record has the distance +inf and an arbitrary token.
         """
-        distances, tokens = nearest_records(self._cells, self._query_of_pair, len(self.nearest), k)
+        distances, tokens = find_nearest_records(self._cells, self._query_of_pair, len(self.nearest), k)
         return distances.to(self._device), tokens.to(self._device)
 
-    def prepare(self, temperatures: Sequence[float]) -> None:
+    def precompute_weights(self, temperatures: Sequence[float]) -> None:
         """Compute and keep the results of `weights` for these temperatures, in one pass over the records.
 
         If a temperature is half of another one, e^(-2d/T) is computed as the square of e^(-d/T). Does nothing
@@ -197,9 +197,9 @@ class CellSums:
         if isinstance(temperature, Tensor) and temperature.ndim:
             own = pad(temperature.float(), (0, 1), value=1.0).to(self._finite_nearest.device)
             return self._compute_target_shares(
-                own, self._sum_chains([own], [[1.0]])[0][0], self._compute_gaps()
+                own, self._sum_weights_by_pair([own], [[1.0]])[0][0], self._compute_gaps()
             )
-        self.prepare([float(temperature)])
+        self.precompute_weights([float(temperature)])
         return self._target_shares[float(temperature)]
 
     def target_weights(self, temperatures: Tensor) -> Tensor:
@@ -278,11 +278,11 @@ class CellSums:
         query's target token).
         """
         chains = group_into_halving_chains(temperatures)
-        sums = self._sum_chains([self._finite_nearest.new_tensor(of[:1]) for of in chains], chains)
+        sums = self._sum_weights_by_pair([self._finite_nearest.new_tensor(of[:1]) for of in chains], chains)
         for of_chain, of_sums in zip(chains, sums, strict=True):
             yield from zip(of_chain, of_sums, strict=True)
 
-    def _sum_chains(
+    def _sum_weights_by_pair(
         self, temperatures: Sequence[Tensor], chains: Sequence[Sequence[float]]
     ) -> list[list[Tensor]]:
         """Sum exp(-d/T) for each pair of query and cell, over all records and over the hits.
@@ -469,7 +469,9 @@ def _compute_starts(sizes: Tensor) -> Tensor:
     return sizes.cumsum(0) - sizes
 
 
-def nearest_records(cells: Sequence[ProbedCells], asked: Tensor, count: int, k: int) -> tuple[Tensor, Tensor]:
+def find_nearest_records(
+    cells: Sequence[ProbedCells], asked: Tensor, count: int, k: int
+) -> tuple[Tensor, Tensor]:
     """Find the k nearest records of each query in the cells (groups of records) that it probes.
 
     Args:

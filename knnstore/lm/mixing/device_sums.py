@@ -54,7 +54,7 @@ class DeviceSums:
         distances, columns = self._visits.distances.topk(count, largest=False)
         return distances, self._visits.tokens.gather(1, columns).long()
 
-    def prepare(self, temperatures: Sequence[float]) -> None:
+    def precompute_weights(self, temperatures: Sequence[float]) -> None:
         """Compute and keep the results of `weights` for these temperatures, in one pass over the records."""
         if not self._weights.keys() >= set(temperatures):
             at = upload_floats(tuple(temperatures), self._visits.distances.device)
@@ -72,7 +72,7 @@ class DeviceSums:
         """
         if isinstance(temperature, Tensor) and temperature.ndim:
             return self._compute_weights(temperature.float()[:, None])[:, 0]
-        self.prepare([float(temperature)])
+        self.precompute_weights([float(temperature)])
         return self._weights[float(temperature)]
 
     def select_rows(self, rows: slice | Tensor) -> "DeviceSums":

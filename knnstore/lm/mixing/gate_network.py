@@ -86,14 +86,14 @@ class Network(nn.Module):
             standardized = linear(standardized, layer.weight, layer.bias).relu_()
         return linear(standardized, last.weight, last.bias)
 
-    def on(self, device: torch.device) -> Self:
+    def to_device(self, device: torch.device) -> Self:
         """Move this network to a device if it is on another one, and return it.
 
         Calling `to` without need would take longer than a forward pass.
         """
         return self if self.mean.device == device else self.to(device)
 
-    def weights(self, metadata: Mapping[str, Any]) -> Weights:
+    def to_weights(self, metadata: Mapping[str, Any]) -> Weights:
         """Return the parameters with metadata as `Weights`; `from_weights` creates the network again."""
         return Weights({name: value.numpy() for name, value in self.state_dict().items()}, metadata)
 
@@ -228,7 +228,7 @@ class GateLambda(SimpleMixer):
                 f"the gate was fitted for another model, or by an older version: it takes {expected} "
                 f"features, here are {features.shape[1]}; calibrate again"
             )
-        return decode_gate(self._network.on(features.device)(features), temperature)
+        return decode_gate(self._network.to_device(features.device)(features), temperature)
 
 
 def decode_gate(outputs: Tensor, temperature: float) -> Chosen:
@@ -349,7 +349,7 @@ class JointGate:
         """Distance by which distances are divided in the input features."""
         return float(self.weights.metadata["unit"])
 
-    def shares(self, features: Tensor, found: Tensor) -> Tensor:
+    def compute_mixture_weights(self, features: Tensor, found: Tensor) -> Tensor:
         """Compute the weights of the model and of all experts in the mixture at n positions.
 
         An expert is one component at one temperature.
@@ -364,7 +364,7 @@ class JointGate:
         Raises:
             ConfigError: the network was fitted with another number of features.
         """
-        network = self._network.on(features.device)
+        network = self._network.to_device(features.device)
         if features.shape[1] != len(network.mean):
             raise ConfigError(
                 f"the gate over all components takes {len(network.mean)} features, here are "

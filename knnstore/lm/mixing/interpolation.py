@@ -214,7 +214,7 @@ class Contribution(NamedTuple):
         total = self.weights.sum(1)
         return (total if self.rest is None else total + self.rest) > 0
 
-    def probs(self, gold: Tensor) -> Tensor:
+    def token_probs(self, gold: Tensor) -> Tensor:
         """Compute the probability of one token at each position, float32, shape (n,).
 
         Args:
@@ -244,7 +244,7 @@ class Likelihoods(NamedTuple):
     """The most probable tokens, int64, shape (n, m)."""
 
     @classmethod
-    def of(cls, log_probs: Tensor, gold: Tensor, count: int) -> "Likelihoods":
+    def from_log_probs(cls, log_probs: Tensor, gold: Tensor, count: int) -> "Likelihoods":
         """Read the log-probabilities of the target tokens and of the most probable tokens from distributions.
 
         Args:
@@ -294,18 +294,18 @@ class Mixture:
         λ is the weight of all components together. A row sums to 1, or is 0 without a prediction. The weight
         of a component's `rest` is not included.
         """
-        return torch.cat([self.weights_in(number) for number in range(len(self.components))], 1)
+        return torch.cat([self.component_weights(number) for number in range(len(self.components))], 1)
 
-    def weights_in(self, number: int) -> Tensor:
+    def component_weights(self, number: int) -> Tensor:
         """Return the columns of `weights` that belong to one component, float32, shape (n, k).
 
         Args:
             number: index of the component.
         """
         weights = self.components[number].weights
-        return weights if len(self.components) == 1 else self.share_in(number)[:, None] * weights
+        return weights if len(self.components) == 1 else self.component_share(number)[:, None] * weights
 
-    def share_in(self, number: int) -> Tensor:
+    def component_share(self, number: int) -> Tensor:
         """Compute the part of λ that belongs to one component, as a fraction of λ, float32, shape (n,).
 
         λ is the weight of all components together; the model has the rest. The result is 0 at positions where
@@ -328,9 +328,10 @@ class Mixture:
             Float32, shape (n,); 0 where no component has a prediction.
         """
         if len(self.components) == 1:  # also where its λ is 0
-            return self.components[0].probs(gold)
+            return self.components[0].token_probs(gold)
         parts = [
-            self.share_in(number) * component.probs(gold) for number, component in enumerate(self.components)
+            self.component_share(number) * component.token_probs(gold)
+            for number, component in enumerate(self.components)
         ]
         return torch.stack(parts).sum(0)
 
@@ -346,11 +347,11 @@ class Mixture:
             components is 0.
         """
         mixed_in = sum(
-            share * one.probs(targets) for share, one in zip(self.shares, self.components, strict=True)
+            share * one.token_probs(targets) for share, one in zip(self.shares, self.components, strict=True)
         )
         return _mix_log_probs(lm_log_probs, torch.as_tensor(mixed_in), self.lam)
 
-    def distribution(self, lm: ModelDistribution) -> Tensor:
+    def compute_log_probs(self, lm: ModelDistribution) -> Tensor:
         """Compute the log-probabilities of all tokens of the vocabulary in the mixture.
 
         Args:
@@ -380,8 +381,8 @@ class Mixture:
     def score_targets(self, lm_log_probs: Tensor, targets: Tensor, count: int) -> Likelihoods:
         """Compute the mixture's log-probabilities of one given token and of the most probable tokens.
 
-        The values equal the values of `distribution`, but the log-probabilities of all other tokens are not
-        computed.
+        The values equal the values of `compute_log_probs`, but the log-probabilities of all other tokens are
+        not computed.
 
         Args:
             lm_log_probs: log p_LM of every token, float32, shape (n, v).

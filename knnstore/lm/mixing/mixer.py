@@ -90,10 +90,10 @@ class Evidence:
         neighbors = [search for search in self.searches if isinstance(search, NeighborSums)]
         return np.concatenate([sums.ids for sums in neighbors if sums.ids is not None], 1)
 
-    def prepare(self, temperatures: Sequence[float]) -> None:
+    def precompute_weights(self, temperatures: Sequence[float]) -> None:
         """Compute `weights` of every search for these temperatures, and keep the results for later calls."""
         for search in self.searches:
-            search.prepare(temperatures)
+            search.precompute_weights(temperatures)
 
     def weights(self, temperatures: Sequence[PerQuery]) -> Tensor:
         """Compute the probability of each column (a record or a token) in each of s searches.
@@ -124,11 +124,11 @@ class Evidence:
             searches=[search.select_rows(rows) for search in self.searches],
             keys=select_from_column(self.keys),
             lm_entropy=select_from_column(self.lm_entropy),
-            found={name: result.rows(rows) for name, result in self.found.items()},
+            found={name: result.select_rows(rows) for name, result in self.found.items()},
         )
 
     @classmethod
-    def joined(cls, parts: Sequence["Evidence"], k: int = 1) -> "Evidence":
+    def concatenate(cls, parts: Sequence["Evidence"], k: int = 1) -> "Evidence":
         """Concatenate the evidence of several groups of positions that have the same components.
 
         Args:
@@ -142,12 +142,12 @@ class Evidence:
 
         neighbors = [search for part in parts for search in part.searches if isinstance(search, NeighborSums)]
         found = {
-            name: result.joined([part.found[name] for part in parts])
+            name: result.concatenate([part.found[name] for part in parts])
             for name, result in parts[0].found.items()
         }
         return cls(
             concatenate_field("lm_max"),
-            [NeighborSums.joined(neighbors, k)],
+            [NeighborSums.concatenate(neighbors, k)],
             concatenate_field("keys"),
             concatenate_field("lm_entropy"),
             found,

@@ -47,7 +47,7 @@ def register_mixer(mixer: M) -> M:
     return mixer
 
 
-def other_mixers() -> Mapping[str, Callable[..., Mixer]]:
+def load_plugin_mixers() -> Mapping[str, Callable[..., Mixer]]:
     """Return the mixer classes of other packages, and all registered mixer classes, by name.
 
     A mixer is a rule that chooses λ and the temperature of each token.
@@ -64,7 +64,7 @@ def is_registered(mixer: Mixer) -> bool:
     A mixer is a rule that chooses the weight λ and the temperature of each token. Its name is known if the
     mixer is part of knnstore, comes from an installed package, or was registered in this process.
     """
-    return mixer.name in _BUILT_IN or mixer.name in other_mixers()
+    return mixer.name in _BUILT_IN or mixer.name in load_plugin_mixers()
 
 
 def load_mixer(values: Mapping[str, Any]) -> Mixer:
@@ -78,9 +78,9 @@ def load_mixer(values: Mapping[str, Any]) -> Mixer:
     """
     given = dict(values)
     name = given.pop("name", None)
-    made = _BUILT_IN.get(name) or other_mixers().get(name)
+    made = _BUILT_IN.get(name) or load_plugin_mixers().get(name)
     if made is None:
-        known = ", ".join((*_BUILT_IN, *other_mixers()))
+        known = ", ".join((*_BUILT_IN, *load_plugin_mixers()))
         raise ConfigError(
             f"no mixer {name!r} is known (there is {known}): install the package that has it, or run "
             "knnstore calibrate"

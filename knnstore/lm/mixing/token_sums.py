@@ -70,7 +70,7 @@ class TokenSums(Protocol):
         """
         ...
 
-    def prepare(self, temperatures: Sequence[float]) -> None:
+    def precompute_weights(self, temperatures: Sequence[float]) -> None:
         """Compute and keep the results of `weights` for these temperatures, so that later calls are fast."""
         ...
 
@@ -116,7 +116,7 @@ class NeighborSums:
     _prepared: dict[float, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
-    def nothing(cls, queries: int, device: torch.device | None = None) -> "NeighborSums":
+    def all_missing(cls, queries: int, device: torch.device | None = None) -> "NeighborSums":
         """Return the results of a search that found nothing: one missing neighbor for each query.
 
         Args:
@@ -137,7 +137,7 @@ class NeighborSums:
         assert self.tokens is not None
         return count_distinct_tokens(self.tokens, self.distances)
 
-    def prepare(self, temperatures: Sequence[float]) -> None:
+    def precompute_weights(self, temperatures: Sequence[float]) -> None:
         """Compute and keep the results of `weights` for these temperatures, so that later calls are fast."""
         if not self._prepared.keys() >= set(temperatures):
             every = compute_neighbor_weights(self.distances[:, None], torch.tensor(temperatures))
@@ -170,7 +170,7 @@ class NeighborSums:
         hits = self.tokens == targets[:, None]
         return NeighborSums(self.distances, hits=hits, known_distinct=distinct)
 
-    def nearest(self, k: int) -> "NeighborSums":
+    def keep_nearest(self, k: int) -> "NeighborSums":
         """Return a copy with only the first k neighbors of each query; `known_distinct` does not change.
 
         Args:
@@ -189,7 +189,7 @@ class NeighborSums:
         return replace(chosen, known_distinct=distinct, ids=ids)
 
     @classmethod
-    def joined(cls, parts: Sequence["NeighborSums"], k: int = 1) -> "NeighborSums":
+    def concatenate(cls, parts: Sequence["NeighborSums"], k: int = 1) -> "NeighborSums":
         """Concatenate the results of several groups of queries. Record ids are dropped.
 
         Args:
@@ -380,7 +380,7 @@ class TargetSums:
     tokens = None
 
     @classmethod
-    def nothing(cls, count: int, temperatures: Tensor) -> "TargetSums":
+    def all_zero(cls, count: int, temperatures: Tensor) -> "TargetSums":
         """Return the results of `count` queries that found no record; all probabilities are 0."""
         return cls(temperatures, torch.zeros(count, len(temperatures)), torch.zeros(count, dtype=torch.bool))
 
@@ -412,7 +412,7 @@ class TargetSums:
         nearest = None if self.nearest is None else self.nearest.select_rows(rows)
         return TargetSums(self.temperatures, self.knn[rows], self.found[rows], nearest)
 
-    def prepare(self, temperatures: Sequence[float]) -> None:
+    def precompute_weights(self, temperatures: Sequence[float]) -> None:
         """Do nothing, because the probabilities on the grid are already known."""
 
     def weights(self, temperature: PerQuery) -> Tensor:

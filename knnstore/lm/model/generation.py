@@ -210,7 +210,9 @@ class StoreGeneration(GenerationMixin):
             if get_cached_texts(model_kwargs) is None and not self.key_encoder.reads_source:
                 knn = self.resolve_settings(model_kwargs.get("knn"))
                 if self.needs_text(knn):
-                    texts = self._restore_texts(input_ids[:, :read], None if mask is None else mask[:, :read])
+                    texts = self._compute_text_states(
+                        input_ids[:, :read], None if mask is None else mask[:, :read]
+                    )
                     attach_texts(model_kwargs, texts)
         end_tokens = getattr(generation_config, "_eos_token_tensor", None)
         if end_tokens is not None:  # the passes after this one get it
@@ -234,7 +236,7 @@ class StoreGeneration(GenerationMixin):
         )
         return {**model_kwargs, **prepared}
 
-    def _restore_texts(self: Any, input_ids: Tensor, mask: Tensor | None) -> list[TextState]:
+    def _compute_text_states(self: Any, input_ids: Tensor, mask: Tensor | None) -> list[TextState]:
         """Compute the `TextState` (tokens and keys) of each row of a cache that another model has filled.
 
         Runs the base model over the tokens of each row. A row that is only padding gives an empty state.
@@ -249,7 +251,9 @@ class StoreGeneration(GenerationMixin):
             if mask is not None:
                 tokens = tokens[mask[row].to(tokens.device) != 0]  # noqa: PLW2901
             if len(tokens):
-                self.extend_texts([text], tokens[None], self.key_encoder.key_states(tokens[None]), None)
+                self.extend_texts(
+                    [text], tokens[None], self.key_encoder.compute_key_states(tokens[None]), None
+                )
             texts.append(text)
         return texts
 

@@ -72,7 +72,7 @@ class LogitMixer:
         rows = Rows(
             torch.cat([part.logits[0] for part in parts]),
             torch.cat([part.keys[0] for part in parts]),
-            Contexts.joined(known) if len(known) == len(parts) else None,
+            Contexts.concatenate(known) if len(known) == len(parts) else None,
         )
         return self._rows.score_targets(rows, targets, settings, count)
 

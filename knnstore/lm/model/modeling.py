@@ -22,7 +22,7 @@ from knnstore.lm import scoring
 from knnstore.lm.calibration import calibrate
 from knnstore.lm.components import KEYS, RecentText
 from knnstore.lm.explanation import explain
-from knnstore.lm.keys import KeyCapture, in_full_precision, keep_positions, reads_source
+from knnstore.lm.keys import KeyCapture, reads_source, run_without_autocast, select_positions_to_keep
 from knnstore.lm.model.delegating import delegate_to_base, is_delegated, is_trainer_calling
 from knnstore.lm.model.generation import StoreGeneration
 from knnstore.lm.model.logits import LogitMixer
@@ -47,8 +47,8 @@ from knnstore.lm.reading import (
     check_matches,
     check_tensors,
     check_tokens,
-    decoder_prefix_of,
     find_cache,
+    find_decoder_prefix,
     load_model,
     sync,
 )
@@ -107,18 +107,18 @@ class KNNLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # type: ignore[
     _can_compile_fullgraph = False
 
     # These methods are functions of other modules; their docstrings are there.
-    add = in_full_precision(add)
-    audit = in_full_precision(scoring.audit)
-    calibrate = in_full_precision(calibrate)
-    evaluate = in_full_precision(scoring.evaluate)
-    explain = in_full_precision(explain)
+    add = run_without_autocast(add)
+    audit = run_without_autocast(scoring.audit)
+    calibrate = run_without_autocast(calibrate)
+    evaluate = run_without_autocast(scoring.evaluate)
+    explain = run_without_autocast(explain)
     export = scoring.export
-    keys = in_full_precision(scoring.keys)
-    neighbors = in_full_precision(scoring.neighbors)
-    p_knn = in_full_precision(scoring.p_knn)
+    keys = run_without_autocast(scoring.compute_keys)
+    neighbors = run_without_autocast(scoring.find_neighbors)
+    p_knn = run_without_autocast(scoring.compute_p_knn)
     generate_text = generate_text
-    search = in_full_precision(scoring.search)
-    sync = in_full_precision(sync)
+    search = run_without_autocast(scoring.search)
+    sync = run_without_autocast(sync)
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class KNNLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # type: ignore[
         knn: KNNSettings | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        _check_kind(type(self), base, store)
+        _check_model_class(type(self), base, store)
         check_matches(base, tokenizer, store.identity)
         # `PreTrainedModel.__init__` is skipped: it checks which attention implementations the layers can run.
         # The base model has done so, and these attributes are delegated to it.
@@ -138,7 +138,7 @@ class KNNLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # type: ignore[
         self.store = store
         self.tokenizer = tokenizer
         self.knn = knn or KNNSettings()
-        self.key_encoder = Encoder.of(base, store)
+        self.key_encoder = Encoder.for_store(base, store)
         of_base: GenerationConfig | None = getattr(base, "generation_config", None)
         self.generation_config = enable_cache(of_base or GenerationConfig())  # type: ignore[no-untyped-call]
         self._resolver = Resolver(store)
@@ -427,7 +427,7 @@ class KNNLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # type: ignore[
             raise
         logits = output.logits
         if "logits_to_keep" not in self._base_accepts:
-            logits = keep_positions(logits, logits_to_keep)
+            logits = select_positions_to_keep(logits, logits_to_keep)
         is_finite: Tensor | None = None
         if delayed_check is not None and length == 1 and logits.device.type != "cpu":
             is_finite = delayed_check.begin(logits)
@@ -435,7 +435,7 @@ class KNNLM(PreTrainedModel, StoreGeneration, GenerationMixin):  # type: ignore[
             check_logits(self.base, logits, text.attention_mask)
         # 4) Extend the texts, and store them in the cache that the model returns.
         is_mixed = not all(settings.is_model_alone for settings in each)
-        states = capture.keys(batch, length)
+        states = capture.take_keys(batch, length)
         if texts is None:
             keys, batch_of_texts = self.key_encoder.project(states), None
         else:
@@ -472,7 +472,7 @@ class KNNLMForCausalLM(KNNLM):  # type: ignore[no-untyped-call]
     loss_type = "ForCausalLM"
     _reads_source = False
 
-    @in_full_precision
+    @run_without_autocast
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -576,7 +576,7 @@ class KNNLMForSeq2SeqLM(KNNLM):  # type: ignore[no-untyped-call]
     text_argument = "decoder_input_ids"
     text_mask_argument = "decoder_attention_mask"
 
-    @in_full_precision
+    @run_without_autocast
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -680,7 +680,7 @@ def _shift_labels(base: Any, labels: Tensor) -> Tensor:
     if hasattr(base, "prepare_decoder_input_ids_from_labels"):
         shifted: Tensor = base.prepare_decoder_input_ids_from_labels(labels)
         return shifted
-    start, *_ = decoder_prefix_of(base)
+    start, *_ = find_decoder_prefix(base)
     before = torch.full_like(labels[:, :1], start)
     shifted = torch.cat([before, labels[:, :-1]], 1)
     return shifted.masked_fill(shifted == -100, base.config.pad_token_id)
@@ -691,7 +691,7 @@ def choose_model_class(base: PreTrainedModel) -> type[KNNLM]:
     return KNNLMForSeq2SeqLM if reads_source(base) else KNNLMForCausalLM
 
 
-def _check_kind(model_class: type[KNNLM], base: PreTrainedModel, store: KNNStore) -> None:
+def _check_model_class(model_class: type[KNNLM], base: PreTrainedModel, store: KNNStore) -> None:
     """Check that a model class can be used with a base model and a store.
 
     Raises:

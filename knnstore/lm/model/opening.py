@@ -15,10 +15,10 @@ from knnstore.lm.model.modeling import KNNLM, choose_model_class
 from knnstore.lm.reading import (
     Encoder,
     TextReader,
-    check_runs,
+    check_model_predicts_text,
+    create_identity,
     get_model_name,
-    identify,
-    loaded,
+    load_or_accept_model,
     sample_keys,
     vocabulary_size,
     warn_of_unknown_tokens,
@@ -108,17 +108,17 @@ def create(
         store, key = KEYLESS, AUTO
     # 1) Check the arguments.
     check_new(home, store)
-    joining = Joining.from_states(states, discounts)
+    joining = Joining.from_state_count(states, discounts)
     if (dim is None) != (sample is None):
         raise ConfigError(
             "dim and sample belong together, because the projection of the keys is fitted to the sample: "
             "give both"
         )
     # 2) Load the model, and describe it and the keys in the store's identity.
-    base, tokenizer = loaded(model, tokenizer, device=device, dtype=dtype, **options)
+    base, tokenizer = load_or_accept_model(model, tokenizer, device=device, dtype=dtype, **options)
     model_class = choose_model_class(base)
-    check_runs(base)
-    identity = identify(
+    check_model_predicts_text(base)
+    identity = create_identity(
         base,
         tokenizer,
         name=get_model_name(base if options.get("gguf_file") else model),
@@ -138,7 +138,7 @@ def create(
         keys = sample_keys(reader, given, on_bad=on_bad, progress=progress)
         fitted, kept = fit_projection(keys, dim, metric)
         identity = replace(identity, dim=dim)
-        projection = fitted.weights({**describe_keys(identity), "keys": len(keys), "kept": kept})
+        projection = fitted.to_weights({**describe_keys(identity), "keys": len(keys), "kept": kept})
     # 4) Create the store.
     made = KNNStore.create(
         home, identity, store=store, location=location, params=params, catalog=catalog, projection=projection
@@ -189,7 +189,7 @@ def load(
     opened = KNNStore.open(home, mode, params=params)
     try:
         place = opened.identity.model if model is None else model
-        base, tokenizer = loaded(place, tokenizer, device=device, dtype=dtype, **options)
+        base, tokenizer = load_or_accept_model(place, tokenizer, device=device, dtype=dtype, **options)
         # Without saved settings no document was added yet: the default is derived from keys that come later.
         if knn is None and opened.settings() is not None:
             knn = resolve(opened, default_if_unusable=mode == "a")

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knnstore.lm.contexts import Contexts
-from knnstore.lm.keys import keep_positions
+from knnstore.lm.keys import select_positions_to_keep
 from knnstore.lm.text_state import TextBatch
 
 
@@ -40,12 +40,14 @@ class ForwardPass:
         batch, length = self.keys.shape[:2]
         at = torch.arange(batch * length).reshape(batch, length, 1)
         wanted = self.logits_to_keep
-        return keep_positions(at, wanted if isinstance(wanted, int) else wanted.cpu()).numpy().ravel()
+        return (
+            select_positions_to_keep(at, wanted if isinstance(wanted, int) else wanted.cpu()).numpy().ravel()
+        )
 
     @property
     def kept_keys(self) -> Tensor:
         """Keys of the positions whose logits were computed, shape (n, d), n = b * kept."""
-        return keep_positions(self.keys, self.logits_to_keep).reshape(-1, self.keys.shape[-1])
+        return select_positions_to_keep(self.keys, self.logits_to_keep).reshape(-1, self.keys.shape[-1])
 
     @property
     def attended(self) -> NDArray[np.bool_] | None:
@@ -66,4 +68,4 @@ class ForwardPass:
         position. `batch` must not be None.
         """
         assert self.batch is not None
-        return Contexts.of_pass(self.batch, self.prefix, self.kept_positions)
+        return Contexts.from_pass(self.batch, self.prefix, self.kept_positions)

@@ -52,7 +52,7 @@ def read_part(
                 **as_cache_argument(lm.base, past),
             )
         check_logits(lm.base, output.logits)
-        states = capture.keys(1, tokens.shape[1] - read)
+        states = capture.take_keys(1, tokens.shape[1] - read)
         keys, batch = lm.extend_texts([text], tokens[:, read:], states, None)
         return ForwardPass(output.logits, keys, None, batch, logits_to_keep, lm.prefix_for([knn]))
 

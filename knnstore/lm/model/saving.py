@@ -5,7 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from knnstore.errors import ConfigError
-from knnstore.lm.settings import KNNSettings, settings_from_dict, settings_to_dict, weights_for, weights_of
+from knnstore.lm.settings import (
+    KNNSettings,
+    collect_weights,
+    create_weights_loader,
+    settings_from_dict,
+    settings_to_dict,
+)
 from knnstore.store import KNNStore, save_weights
 
 CONFIG_NAME = "knn_config.json"
@@ -38,7 +44,7 @@ def write_config(directory: Path, base: Any, store: KNNStore, knn: KNNSettings) 
         "knn": settings_to_dict(knn),
     }
     directory.mkdir(parents=True, exist_ok=True)
-    for weights in weights_of(knn):
+    for weights in collect_weights(knn):
         save_weights(directory, weights)
     (directory / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -70,5 +76,5 @@ def read_config(
             f"{path} has format {config['format']}, this version knows {_FORMAT}; upgrade knnstore"
         )
     store = store or KNNStore.open(config["store"])
-    knn = knn or settings_from_dict(config["knn"], weights_for(store, directory))
+    knn = knn or settings_from_dict(config["knn"], create_weights_loader(store, directory))
     return config["base"], config["revision"], store, knn

@@ -135,7 +135,7 @@ def _continue_text(
         read = reader.document_tokenizer.tokenize_sources([prompt])[0].tolist()
         begun, before = reader.prefix[:1], ()
     else:
-        read = [*reader.prefix, *reader.tokens(prompt).tolist()]
+        read = [*reader.prefix, *reader.tokenize(prompt).tolist()]
         begun = before = tuple(read)
     if len(begun) + max_new_tokens > window:
         raise InputError(
@@ -181,7 +181,7 @@ def decode_continuation(texts: TokenTexts, prompt: Sequence[int], tokens: Sequen
         tokens: tokens of the continuation.
     """
     detokenizer = Detokenizer(texts, prompt)
-    pieces = [piece for token in tokens for piece in detokenizer.take(token)]
+    pieces = [piece for token in tokens for piece in detokenizer.append_token(token)]
     return "".join(piece.text for piece in (*pieces, *detokenizer.end()))
 
 

@@ -13,8 +13,8 @@ from typing import Protocol
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from knnstore.checks import check_name, distinct_names
-from knnstore.documents import NOT_MEMBERS, SOURCE, OnBad, TextDocument, documents_of
+from knnstore.checks import check_distinct_names, check_name
+from knnstore.documents import NOT_MEMBERS, SOURCE, OnBad, TextDocument, convert_rows_to_documents
 from knnstore.errors import (
     DiskFullError,
     InputError,
@@ -156,7 +156,7 @@ def add(
     else:
         tokenizer = reader.document_tokenizer
     check_name(domain, "the domain's name")
-    given = distinct_names(tags, "tag")
+    given = check_distinct_names(tags, "tag")
     pace = _GroupSize(reader, commit_tokens, commit_seconds)
     started = time.perf_counter()
     tokens_stored = 0
@@ -251,7 +251,7 @@ def sync(
 
     def iterate_documents() -> Iterator[TextDocument]:
         has_documents = False
-        for document in documents_of(documents, on_bad=report_unusable):
+        for document in convert_rows_to_documents(documents, on_bad=report_unusable):
             has_documents = True
             seen.add(document.id)
             yield document
@@ -283,8 +283,8 @@ def _store_keys(reader: TextReader, documents: Sequence[NewDocument], ingest: In
         sources = reader.document_tokenizer.tokenize_sources(
             [document.metadata[SOURCE] for document in documents]
         )
-    for batch in reader.batches([document.tokens for document in documents], sources):
-        keys = reader.encoder.keys(batch.input_ids, batch.at, batch.source).cpu().numpy()
+    for batch in reader.batch_windows([document.tokens for document in documents], sources):
+        keys = reader.encoder.compute_keys(batch.input_ids, batch.at, batch.source).cpu().numpy()
         reader.encoder.check_once(batch.input_ids, batch.source)
         try:
             ingest.add(batch.documents, batch.positions, batch.gold, keys)

@@ -37,7 +37,7 @@ def check_checkpoint(
         ConfigError: the model cannot be loaded.
     """
     revision = revision or "main"
-    found = _read_fingerprint(model, revision)
+    found = _compute_file_fingerprint(model, revision)
     if found is None:  # the weights are converted when transformers loads them
         found = model_fingerprint(load_model(model, device="cpu", dtype="auto", revision=revision).model)
     check_fingerprint(found, model, identity)
@@ -46,7 +46,7 @@ def check_checkpoint(
     check_tokenizer(AutoTokenizer.from_pretrained(folder, revision=revision, **of_file), identity)
 
 
-def _read_fingerprint(model: str, revision: str) -> str | None:
+def _compute_file_fingerprint(model: str, revision: str) -> str | None:
     """Compute the fingerprint of a model by reading 16 values of each weight from its safetensors files.
 
     Returns None if the files cannot be read or have another format, such as GGUF. Also returns None if a

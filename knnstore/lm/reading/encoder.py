@@ -20,12 +20,12 @@ from knnstore.lm.keys import (
     KeyLocation,
     Projection,
     Source,
-    hidden_forward,
-    keys_forward,
     locate,
     make_forward_kwargs,
-    model_precision,
     reads_source,
+    restore_autocast,
+    run_until_keys,
+    run_without_head,
 )
 from knnstore.lm.reading.model_cache import as_cache_argument
 from knnstore.lm.reading.windows import SourceBatch
@@ -108,7 +108,7 @@ class Encoder:
         return vocabulary_size(self.model)
 
     @classmethod
-    def of(cls, model: PreTrainedModel, store: KeyDescription) -> Self:
+    def for_store(cls, model: PreTrainedModel, store: KeyDescription) -> Self:
         """Create the encoder that computes keys like a store's: same place, joining and projection.
 
         Args:
@@ -145,7 +145,7 @@ class Encoder:
         check_logits(self.model, output.logits)
         self._is_checked = True
 
-    def keys(
+    def compute_keys(
         self,
         input_ids: NDArray[np.int64] | Tensor,
         at: NDArray[np.int64] | Tensor,
@@ -164,9 +164,11 @@ class Encoder:
             The keys, float32, shape (n, d), on the model's device.
         """
         wanted = torch.as_tensor(at, device=self.model.device)
-        return self.project(self.joining(self.key_states(input_ids, source)).flatten(0, 1)[wanted])
+        return self.project(self.joining(self.compute_key_states(input_ids, source)).flatten(0, 1)[wanted])
 
-    def key_states(self, input_ids: NDArray[np.int64] | Tensor, source: SourceBatch | None = None) -> Tensor:
+    def compute_key_states(
+        self, input_ids: NDArray[np.int64] | Tensor, source: SourceBatch | None = None
+    ) -> Tensor:
         """Compute the hidden states of rows of tokens at the place in the model where keys are captured.
 
         `joining` and `project` turn the states into keys. Layers after this place do not run, if the model
@@ -183,8 +185,8 @@ class Encoder:
         ids = torch.as_tensor(input_ids, device=self.model.device)
         given = self._move_source(source)
         if self._stops_at_keys:
-            return keys_forward(self.model, self.location, ids, given)
-        return hidden_forward(self.model, self.location, ids, given)[0]
+            return run_until_keys(self.model, self.location, ids, given)
+        return run_without_head(self.model, self.location, ids, given)[0]
 
     def encode(
         self,
@@ -207,11 +209,11 @@ class Encoder:
         ids = torch.as_tensor(input_ids, device=self.model.device)
         wanted = torch.as_tensor(at, device=self.model.device)
         if self._head_suffices:
-            keys, states = hidden_forward(self.model, self.location, ids, self._move_source(source))
+            keys, states = run_without_head(self.model, self.location, ids, self._move_source(source))
         else:
             with torch.inference_mode(), KeyCapture(self.model, self.location) as capture:
                 states = self.model(**self._make_forward_kwargs(ids, source), use_cache=False).logits
-            keys = capture.keys(*ids.shape)
+            keys = capture.take_keys(*ids.shape)
         return Encoded(self.project(self.joining(keys).flatten(0, 1)[wanted]), states.flatten(0, 1)[wanted])
 
     def encode_in_parts(
@@ -254,13 +256,13 @@ class Encoder:
                     use_cache=True,
                     **as_cache_argument(read, cache),
                 )
-            keys.append(capture.keys(*part.shape))
+            keys.append(capture.take_keys(*part.shape))
             states.append(output[0] if self._head_suffices else output.logits)
         wanted = torch.as_tensor(at, device=self.model.device)
         joined = self.project(self.joining(torch.cat(keys, 1)).flatten(0, 1)[wanted])
         return Encoded(joined, torch.cat(states, 1).flatten(0, 1)[wanted])
 
-    def gold_log_probs(self, states: Tensor, gold: NDArray[np.int64] | Tensor) -> Tensor:
+    def target_log_probs(self, states: Tensor, gold: NDArray[np.int64] | Tensor) -> Tensor:
         """Return the model's log-probability of the target token at n positions, float32, shape (n,).
 
         Args:
@@ -314,7 +316,7 @@ class Encoder:
         """
         if not self._head_suffices:
             return states
-        with model_precision():
+        with restore_autocast():
             logits: Tensor = self.head(states)
         return logits
 
@@ -356,8 +358,8 @@ class Encoder:
         source = Source.make_probe(self.model, 1)
         # Layers that accelerate moves to the device for their turn would stay on the device.
         return not hasattr(self.model, "hf_device_map") and torch.equal(
-            keys_forward(self.model, self.location, ids, source),
-            hidden_forward(self.model, self.location, ids, source)[0],
+            run_until_keys(self.model, self.location, ids, source),
+            run_without_head(self.model, self.location, ids, source)[0],
         )
 
     @cached_property

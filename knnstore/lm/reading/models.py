@@ -34,23 +34,23 @@ from knnstore.lm.keys import (
     Joining,
     Source,
     compute_fingerprint,
+    describe_same_checkpoint,
     key_dim,
     locate,
     make_forward_kwargs,
     model_fingerprint,
-    pair_fingerprint,
     reads_source,
-    same_model,
+    seq2seq_tokenizer_fingerprint,
     tokenizer_fingerprint,
 )
 from knnstore.lm.reading.encoder import check_logits
 from knnstore.lm.reading.token_text import is_panic
 from knnstore.lm.reading.windows import (
     check_window,
-    decoder_prefix_of,
+    find_decoder_prefix,
     get_decoder_prefix,
-    max_length_of,
     prefix_of,
+    read_max_length,
 )
 from knnstore.model_names import add_gguf_file, check_model, split_gguf_file
 from knnstore.store import Identity
@@ -361,7 +361,7 @@ def _find_damaged_file(folder: Path) -> str | None:
     return None
 
 
-def loaded(
+def load_or_accept_model(
     model: str | PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
@@ -543,7 +543,7 @@ def _check_device_exists(device: torch.device) -> None:
         )
 
 
-def check_runs(model: PreTrainedModel) -> None:
+def check_model_predicts_text(model: PreTrainedModel) -> None:
     """Check with a pass over three tokens that a model predicts the next token of a text.
 
     Logs a warning if the logits depend on later tokens, as for BERT without ``is_decoder``.
@@ -604,7 +604,7 @@ def warn_of_unknown_tokens(vocabulary: int, tokenizer: PreTrainedTokenizerBase) 
         )
 
 
-def identify(
+def create_identity(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -637,7 +637,7 @@ def identify(
     vocabulary = int(model.config.get_text_config().vocab_size)
     if reads_source(model):
         _check_pair_tokenizer(tokenizer, name)
-        prefix = decoder_prefix_of(model)
+        prefix = find_decoder_prefix(model)
     else:
         prefix = prefix_of(tokenizer)
     _check_prefix(prefix, vocabulary, tokenizer)
@@ -704,7 +704,7 @@ def identify_text(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, 
     prefix = prefix_of(tokenizer)
     _check_prefix(prefix, vocabulary, tokenizer)
     try:
-        window = max_length_of(config)
+        window = read_max_length(config)
     except ConfigError:
         window = _DEFAULT_WINDOW
     return Identity(
@@ -751,7 +751,7 @@ def choose_window(model: PreTrainedModel, max_length: int | None = None) -> int:
             no limit.
     """
     try:
-        limit = max_length_of(model.config)
+        limit = read_max_length(model.config)
     except ConfigError:
         if max_length is None and reads_source(model):
             return _DEFAULT_WINDOW
@@ -778,7 +778,7 @@ def check_matches(
     """
     check_fingerprint(model_fingerprint(model), model.config.name_or_path or type(model).__name__, identity)
     if tokenizer is not None:
-        check_tokenizer(tokenizer, identity, decoder_prefix_of(model) if reads_source(model) else None)
+        check_tokenizer(tokenizer, identity, find_decoder_prefix(model) if reads_source(model) else None)
 
 
 def check_fingerprint(found: str, name: str, identity: Identity) -> None:
@@ -793,7 +793,7 @@ def check_fingerprint(found: str, name: str, identity: Identity) -> None:
         FingerprintMismatchError: the weights or the configuration of the model differ; the message says
             which.
     """
-    if not same_model(found, identity.model_fingerprint):
+    if not describe_same_checkpoint(found, identity.model_fingerprint):
         if found.partition(":")[0] == identity.model_fingerprint.partition(":")[0]:
             raise FingerprintMismatchError(
                 f"the configuration of the model {identity.model} is not the one that the store was made "
@@ -852,4 +852,4 @@ def _compute_tokenizer_fingerprint(
     """
     if decoder_prefix is None:
         return tokenizer_fingerprint(tokenizer)
-    return pair_fingerprint(tokenizer, decoder_prefix)
+    return seq2seq_tokenizer_fingerprint(tokenizer, decoder_prefix)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from knnstore.documents import OnBad, TextDocument
 from knnstore.errors import InputError, UnusableDocumentError
-from knnstore.lm.reading.reader import DocumentTokenizer, in_chunks, unusable_document_error
+from knnstore.lm.reading.reader import DocumentTokenizer, chunk_documents, unusable_document_error
 from knnstore.store import KNNStore, NewDocument, StoredVersion, classify_change
 
 _logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class NewDocuments:
         self._new_ids: dict[str, str] = {}  # id of each new document, by content hash
 
     def __iter__(self) -> Iterator[TokenizedDocument]:
-        chunks = in_chunks(self._tokenizer.read(self._documents, self._on_bad))
+        chunks = chunk_documents(self._tokenizer.read(self._documents, self._on_bad))
         while self.refused is None:
             try:
                 chunk = next(chunks, None)
@@ -79,7 +79,7 @@ class NewDocuments:
                 return
             if chunk is None:
                 return
-            versions = self._store.versions(self._domain, [document.id for document in chunk])
+            versions = self._store.stored_versions(self._domain, [document.id for document in chunk])
             yield from self._tokenize(self._select_changed(chunk, versions), versions)
 
     def warn_of_other_ids(self) -> None:
@@ -87,7 +87,7 @@ class NewDocuments:
 
         This happens if a file was renamed.
         """
-        twice = self._store.other_ids(self._domain, self._new_ids) if self._new_ids else {}
+        twice = self._store.find_ids_by_content(self._domain, self._new_ids) if self._new_ids else {}
         for id, other in list(twice.items())[:1]:
             _logger.warning(
                 "%s of these texts are also stored in %s under another id, such as %r as %r, and count "
@@ -122,7 +122,7 @@ class NewDocuments:
             if change == "described":
                 changes[document.id] = document.metadata, version.tags | self._tags
         if changes:
-            self._store.describe(self._domain, changes)
+            self._store.replace_metadata(self._domain, changes)
         return fresh
 
     def _tokenize(

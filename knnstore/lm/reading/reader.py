@@ -13,11 +13,30 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from knnstore.documents import FIELDS, PAIR_FIELDS, Fields, OnBad, Origin, TextDocument, documents_of
+from knnstore.documents import (
+    FIELDS,
+    PAIR_FIELDS,
+    Fields,
+    OnBad,
+    Origin,
+    TextDocument,
+    convert_rows_to_documents,
+)
 from knnstore.errors import ConfigError, InputError, UnusableDocumentError
 from knnstore.lm.reading.encoder import Encoder
-from knnstore.lm.reading.token_text import TokenTexts, decode_tokens, get_token_letters, named_panics
-from knnstore.lm.reading.windows import BATCH_TOKENS, WindowBatch, decoder_prefix_of, pack, prefix_of
+from knnstore.lm.reading.token_text import (
+    TokenTexts,
+    convert_tokenizer_panics,
+    decode_tokens,
+    get_token_letters,
+)
+from knnstore.lm.reading.windows import (
+    BATCH_TOKENS,
+    WindowBatch,
+    find_decoder_prefix,
+    pack_windows,
+    prefix_of,
+)
 from knnstore.store import Letters
 
 _CHUNK_DOCUMENTS = 64  # documents that are tokenized together, because fast tokenizers work in parallel
@@ -49,8 +68,8 @@ class DocumentTokenizer:
         return () if self.max_source is None else (int(self.tokenizer.eos_token_id),)
 
     def read(self, rows: Iterable[object], on_bad: OnBad | None = None) -> Iterator[TextDocument]:
-        """Convert rows to documents, with sources if documents are pairs; see `documents_of`."""
-        return documents_of(rows, fields=self.fields, on_bad=on_bad)
+        """Convert rows to documents, with sources if documents are pairs; see `convert_rows_to_documents`."""
+        return convert_rows_to_documents(rows, fields=self.fields, on_bad=on_bad)
 
     def tokenize(self, texts: list[str]) -> list[NDArray[np.uint32]]:
         """Return the token ids that are stored for each text, uint32, shapes (n_i,).
@@ -62,7 +81,7 @@ class DocumentTokenizer:
             InputError: the tokenizer fails on one of the texts.
         """
         if self.max_source is None:
-            return tokenized(self.tokenizer, texts)
+            return tokenize_texts(self.tokenizer, texts)
         found = _tokenize(self.tokenizer, text_target=texts, add_special_tokens=False) if texts else []
         return [np.append(tokens, np.array(self.end, np.uint32)) for tokens in found]
 
@@ -135,7 +154,7 @@ class TextReader:
     @property
     def prefix(self) -> tuple[int, ...]:
         """The tokens that precede every document; empty if documents have no prefix."""
-        return decoder_prefix_of(self.encoder.model) if self.reads_pairs else prefix_of(self.tokenizer)
+        return find_decoder_prefix(self.encoder.model) if self.reads_pairs else prefix_of(self.tokenizer)
 
     @property
     def document_tokenizer(self) -> DocumentTokenizer:
@@ -148,7 +167,7 @@ class TextReader:
         """The letters of each token in the vocabulary, without spaces, to compare texts by their letters."""
         return get_token_letters(self.tokenizer)
 
-    def tokens(self, text: str) -> NDArray[np.uint32]:
+    def tokenize(self, text: str) -> NDArray[np.uint32]:
         """Return the token ids that a store keeps for a text, uint32, shape (length,).
 
         Special tokens are left out, except the EOS token after the text of a pair.
@@ -160,7 +179,7 @@ class TextReader:
         check_tokens(tokens, self.encoder.vocabulary, self.tokenizer)
         return tokens
 
-    def tokenized(self, documents: Sequence[TextDocument]) -> list[NDArray[np.uint32]]:
+    def tokenize_documents(self, documents: Sequence[TextDocument]) -> list[NDArray[np.uint32]]:
         """Return the token ids that a store keeps for each document, uint32, shapes (length,).
 
         Special tokens are left out, except the EOS token after the text of a pair.
@@ -177,7 +196,7 @@ class TextReader:
                 raise InputError(f"{document.place}: {problem}") from problem
         return texts
 
-    def sources(self, documents: Sequence[TextDocument]) -> list[NDArray[np.uint32]] | None:
+    def tokenize_sources(self, documents: Sequence[TextDocument]) -> list[NDArray[np.uint32]] | None:
         """Return the token ids of each document's source, uint32, shapes (m_i,).
 
         Returns None if the model reads no sources.
@@ -190,20 +209,20 @@ class TextReader:
         tokenizer = self.document_tokenizer
         return tokenizer.tokenize_sources([tokenizer.get_source(document) for document in documents])
 
-    def text(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, special tokens included."""
         return decode_tokens(self.tokenizer, tokens)
 
-    def pieces(self, tokens: Sequence[int], before: Sequence[int] = ()) -> list[str]:
+    def decode_pieces(self, tokens: Sequence[int], before: Sequence[int] = ()) -> list[str]:
         """Return the text that each token adds after the previous tokens.
 
         Args:
             tokens: token ids.
             before: the tokens before `tokens`, whose text is not returned.
         """
-        return TokenTexts(self.tokenizer).pieces(tokens, before)
+        return TokenTexts(self.tokenizer).decode_pieces(tokens, before)
 
-    def batches(
+    def batch_windows(
         self,
         texts: Sequence[NDArray[np.integer[Any]]],
         sources: Sequence[NDArray[np.integer[Any]]] | None = None,
@@ -212,7 +231,7 @@ class TextReader:
 
         Args:
             texts: token ids of each text, shapes (n_i,).
-            sources: token ids of the source of each text, as `sources` returns them.
+            sources: token ids of the source of each text, as `tokenize_sources` returns them.
 
         Raises:
             ConfigError: the model reads sources, but `sources` is None.
@@ -222,7 +241,7 @@ class TextReader:
                 "an encoder-decoder model needs the source of each text, but only the text was given: "
                 "`explain` takes the source as source=... (--source)"
             )
-        return pack(
+        return pack_windows(
             texts,
             prefix=self.prefix,
             max_length=self.max_length,
@@ -241,7 +260,9 @@ class TextReader:
         """
         context = 0 if self.prefix else 1
         return sum(
-            max(0, len(ids) - context) for chunk in in_chunks(documents) for ids in self.tokenized(chunk)
+            max(0, len(ids) - context)
+            for chunk in chunk_documents(documents)
+            for ids in self.tokenize_documents(chunk)
         )
 
 
@@ -261,7 +282,7 @@ def usable_documents(
         UnusableDocumentError: a document cannot be used and `on_bad` is None; the message names the document.
     """
     tokenizer = reader.document_tokenizer
-    for chunk in in_chunks(tokenizer.read(documents, on_bad)):
+    for chunk in chunk_documents(tokenizer.read(documents, on_bad)):
         texts = tokenizer.tokenize([document.text for document in chunk])
         for document, tokens in zip(chunk, texts, strict=True):
             reason = tokenizer.find_problem(document, tokens)
@@ -287,7 +308,7 @@ def unusable_document_error(document: TextDocument, reason: InputError) -> Unusa
     )
 
 
-def tokenized(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[NDArray[np.uint32]]:
+def tokenize_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[NDArray[np.uint32]]:
     """Return the token ids of each text, without special tokens, as uint32 arrays of shapes (length,).
 
     Does not check whether the model has the tokens. No texts give an empty list.
@@ -304,7 +325,7 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, **arguments: Any) -> list[NDAr
     Raises:
         InputError: the tokenizer fails on one of the texts.
     """
-    with named_panics():
+    with convert_tokenizer_panics():
         encoded = tokenizer(**arguments, verbose=False)["input_ids"]
     return [np.array(tokens, np.uint32) for tokens in encoded]
 
@@ -357,7 +378,7 @@ def check_tensors(**values: Any) -> None:
             )
 
 
-def in_chunks(documents: Iterable[TextDocument]) -> Iterator[list[TextDocument]]:
+def chunk_documents(documents: Iterable[TextDocument]) -> Iterator[list[TextDocument]]:
     """Yield consecutive lists of at most `_CHUNK_DOCUMENTS` documents; no documents give no lists."""
     remaining = iter(documents)
     while chunk := list(islice(remaining, _CHUNK_DOCUMENTS)):

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from knnstore.datastore import Keys
 from knnstore.documents import OnBad, TextDocument
 from knnstore.errors import InputError
-from knnstore.lm.reading.reader import TextReader, in_chunks, usable_documents
+from knnstore.lm.reading.reader import TextReader, chunk_documents, usable_documents
 from knnstore.progress import Progress
 
 KEYS_FITTED_ON = 32_768
@@ -98,9 +98,9 @@ def sample_tokens(
     chosen = sample_documents(
         documents, _CHARACTERS_PER_TOKEN * count, longest=_CHARACTERS_PER_TOKEN * longest
     )
-    for chunk in in_chunks(usable_documents(reader, chosen, on_bad)):
-        sources += reader.sources(chunk) or ()
-        for tokens in reader.tokenized(chunk):
+    for chunk in chunk_documents(usable_documents(reader, chosen, on_bad)):
+        sources += reader.tokenize_sources(chunk) or ()
+        for tokens in reader.tokenize_documents(chunk):
             texts.append(tokens[: min(count, longest)])
             count -= len(texts[-1])
             if count == 0:
@@ -138,8 +138,8 @@ def sample_keys(
     sample = sample_tokens(reader, documents, KEYS_FITTED_ON, on_bad=on_bad)
     shown.start("sampling keys", total=sum(len(text) for text in sample.texts))
     parts: list[Keys] = []
-    for batch in reader.batches(*sample):
-        parts.append(reader.encoder.keys(batch.input_ids, batch.at, batch.source).cpu().numpy())
+    for batch in reader.batch_windows(*sample):
+        parts.append(reader.encoder.compute_keys(batch.input_ids, batch.at, batch.source).cpu().numpy())
         shown.advance(len(batch.at))
     shown.finish()
     if not parts:

@@ -45,7 +45,7 @@ def is_panic(error: BaseException) -> bool:
 
 
 @contextmanager
-def named_panics() -> Iterator[None]:
+def convert_tokenizer_panics() -> Iterator[None]:
     """Convert a panic (internal error) of the package tokenizers inside the ``with`` block to InputError.
 
     A tokenizer panics if its files are damaged, and if a text takes one of its regular expressions too long.
@@ -111,7 +111,7 @@ class TokenTexts:
         """
         return decode_tokens(self.tokenizer, tokens, special=special)
 
-    def bytes_of(self, token: int) -> bytes:
+    def token_bytes(self, token: int) -> bytes:
         """Return the UTF-8 bytes that a token adds in the middle of a text.
 
         With byte-level BPE and byte fallback the bytes may be a part of a character. For a special token they
@@ -122,7 +122,7 @@ class TokenTexts:
             found = self._bytes[token] = self._find_bytes(token)
         return found
 
-    def name_of(self, token: int) -> str:
+    def display_text(self, token: int) -> str:
         r"""Return the text that a token adds in the middle of a text, to show it to a user.
 
         A token that is part of a character gives its bytes, for example ``bytes:\xe2\x80``.
@@ -132,7 +132,7 @@ class TokenTexts:
         """
         if not self._get_vocabulary_name(token):
             return f"token_id:{token}"
-        data = self.bytes_of(token)
+        data = self.token_bytes(token)
         try:
             return data.decode()
         except UnicodeDecodeError:
@@ -169,7 +169,7 @@ class TokenTexts:
             return hasattr(self.tokenizer, "byte_decoder")
         return "ByteLevel" in _collect_decoder_types(json.loads(decoder.__getstate__()))
 
-    def pieces(self, tokens: Sequence[int], before: Sequence[int] = ()) -> list[str]:
+    def decode_pieces(self, tokens: Sequence[int], before: Sequence[int] = ()) -> list[str]:
         """Return the text that each token adds after the previous tokens, also the text of special tokens.
 
         The joined pieces are the text of ``[*before, *tokens]`` without the text of `before`. If a character
@@ -183,14 +183,14 @@ class TokenTexts:
         if not before:
             # For most texts the tokens can be decoded one by one; only the first token may lose its space.
             try:
-                texts = [self.bytes_of(token).decode() for token in tokens]
+                texts = [self.token_bytes(token).decode() for token in tokens]
             except UnicodeDecodeError:
                 texts = []
             whole, joined = self.decode(tokens), "".join(texts)
             if texts and joined.endswith(whole) and len(joined) - len(whole) <= len(texts[0]):
                 return [texts[0][len(joined) - len(whole) :], *texts[1:]]
         detokenizer = Detokenizer(self, before, special=True)
-        pieces = [piece for token in tokens for piece in detokenizer.take(token)]
+        pieces = [piece for token in tokens for piece in detokenizer.append_token(token)]
         return [piece.text for piece in (*pieces, *detokenizer.end())]
 
     # -- names and bytes of single tokens
@@ -270,7 +270,7 @@ class Detokenizer:
             for token in self._tokens:
                 self._read_bytes(token)
 
-    def take(self, token: int) -> list[TokenPiece]:
+    def append_token(self, token: int) -> list[TokenPiece]:
         """Append a token to the text, and return the pieces (a token with its text) that are certain now.
 
         Returns an empty list while a character is incomplete; a later call then returns all waiting pieces.
@@ -287,13 +287,13 @@ class Detokenizer:
         whole = self._decode(self._tokens)
         if whole.endswith(_REPLACEMENT) and not self._texts.is_byte_level:
             return []
-        return self._return_waiting(whole)
+        return self._return_waiting_pieces(whole)
 
     def end(self) -> list[TokenPiece]:
         """Return the pieces of all waiting tokens; bytes of an incomplete character give U+FFFD."""
         self._partial.reset()
         return (
-            self._return_waiting(self._decode(self._tokens))
+            self._return_waiting_pieces(self._decode(self._tokens))
             if self._returned_count < len(self._tokens)
             else []
         )
@@ -323,7 +323,7 @@ class Detokenizer:
                 return tokens, text
             size *= 2
 
-    def _return_waiting(self, whole: str) -> list[TokenPiece]:
+    def _return_waiting_pieces(self, whole: str) -> list[TokenPiece]:
         """Return the pieces of the waiting tokens, and mark them as returned.
 
         Args:
@@ -350,7 +350,7 @@ class Detokenizer:
         3. Give the whole text to the last token that adds text, or to the last token if none adds text, and
            an empty text to all other tokens.
         """
-        data = [self._texts.bytes_of(token) if self._adds_text(token) else b"" for token in tokens]
+        data = [self._texts.token_bytes(token) if self._adds_text(token) else b"" for token in tokens]
         for texts in (_decode_parts(data), [self._get_invalid_run_text(token) for token in tokens]):
             if "".join(texts) == text:
                 return [TokenPiece(*one) for one in zip(tokens, texts, data, strict=True)]
@@ -370,7 +370,7 @@ class Detokenizer:
         """
         if not self._adds_text(token):
             return ""
-        return _REPLACEMENT if self._texts.is_fallback_byte(token) else self._texts.name_of(token)
+        return _REPLACEMENT if self._texts.is_fallback_byte(token) else self._texts.display_text(token)
 
     def _adds_text(self, token: int) -> bool:
         """Check whether a token adds text. Special tokens add none if ``special`` is False."""
@@ -379,7 +379,7 @@ class Detokenizer:
     def _read_bytes(self, token: int) -> bool:
         """Append the bytes of a token; return True if the last character is incomplete now."""
         if self._adds_text(token):
-            self._partial.decode(self._texts.bytes_of(token))
+            self._partial.decode(self._texts.token_bytes(token))
         return bool(self._partial.getstate()[0])
 
     def _decode(self, tokens: Sequence[int]) -> str:
@@ -400,10 +400,10 @@ def split_text(texts: TokenTexts, text: str, tokens: Sequence[int]) -> list[str]
         text: the text before tokenization.
         tokens: the tokens of the text, without the special tokens that the tokenizer puts before a text.
     """
-    pieces = texts.pieces(tokens)
+    pieces = texts.decode_pieces(tokens)
     if "".join(pieces) == text or not pieces or not texts.tokenizer.is_fast:
         return pieces
-    with named_panics():
+    with convert_tokenizer_panics():
         encoded = texts.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     spans: list[tuple[int, int]] = encoded["offset_mapping"]
     if len(spans) != len(pieces):

@@ -41,7 +41,7 @@ class Window(NamedTuple):
     """First position whose token is predicted; the window predicts ``first .. stop - 1``."""
 
 
-def windows(length: int, max_length: int, stride: int, *, prefix_length: int) -> Iterator[Window]:
+def cut_windows(length: int, max_length: int, stride: int, *, prefix_length: int) -> Iterator[Window]:
     """Cut one document into windows that predict every token exactly once.
 
     A document without target tokens gives no windows.
@@ -112,8 +112,8 @@ class WindowBatch:
     """
 
     documents: Tokens
-    """For each of the n predicted tokens, the index of its document in the argument `documents` of `pack`,
-    shape (n,)."""
+    """For each of the n predicted tokens, the index of its document in the argument `documents` of
+    `pack_windows`, shape (n,)."""
 
     positions: Tokens
     """Position of the target token in its document, 0 for the first token, shape (n,)."""
@@ -125,7 +125,7 @@ class WindowBatch:
     """The source of each row; None for a model that reads no source."""
 
 
-def pack(
+def pack_windows(
     documents: Sequence[NDArray[np.integer[Any]]],
     *,
     prefix: Sequence[int],
@@ -174,7 +174,7 @@ def pack(
         [
             (document, *window)
             for document, length in enumerate(lengths.tolist())
-            for window in windows(length, max_length, stride, prefix_length=len(prefix))
+            for window in cut_windows(length, max_length, stride, prefix_length=len(prefix))
         ],
         np.int64,
     ).reshape(-1, 4)
@@ -235,7 +235,7 @@ def prefix_of(tokenizer: Any) -> tuple[int, ...]:
     return next(((int(token),) for token in candidates if token is not None), ())
 
 
-def decoder_prefix_of(model: Any) -> tuple[int, ...]:
+def find_decoder_prefix(model: Any) -> tuple[int, ...]:
     """Return the tokens with which the decoder of a model begins every text; see `get_decoder_prefix`."""
     return get_decoder_prefix(model.generation_config, type(model).__name__)
 
@@ -266,7 +266,7 @@ def get_decoder_prefix(config: Any, name: str) -> tuple[int, ...]:
     return (start,) if forced is None else (start, int(forced))
 
 
-def max_length_of(config: Any) -> int:
+def read_max_length(config: Any) -> int:
     """Return the largest number of input tokens of a model, from its transformers configuration.
 
     Raises:

@@ -10,7 +10,13 @@ from knnstore.lm.scoring.confidence_intervals import (
 from knnstore.lm.scoring.evaluation import Evaluation, evaluate
 from knnstore.lm.scoring.loss_breakdown import DocumentScore, GroupScore, Intervals
 from knnstore.lm.scoring.passage_search import Passage, search
-from knnstore.lm.scoring.store_predictions import TextNeighbors, export, keys, neighbors, p_knn
+from knnstore.lm.scoring.store_predictions import (
+    TextNeighbors,
+    compute_keys,
+    compute_p_knn,
+    export,
+    find_neighbors,
+)
 from knnstore.lm.scoring.token_scores import (
     HeldOut,
     ReadTokens,
@@ -20,7 +26,7 @@ from knnstore.lm.scoring.token_scores import (
     score_text_in_turns,
     score_texts,
 )
-from knnstore.lm.scoring.token_table import TokenTable, replacing
+from knnstore.lm.scoring.token_table import TokenTable, replace_file
 
 __all__ = [
     "MIN_DOCUMENT_BLOCKS",
@@ -40,13 +46,13 @@ __all__ = [
     "assign_blocks",
     "audit",
     "compute_interval",
+    "compute_keys",
+    "compute_p_knn",
     "evaluate",
     "export",
+    "find_neighbors",
     "group_by_left_out",
-    "keys",
-    "neighbors",
-    "p_knn",
-    "replacing",
+    "replace_file",
     "score_held_out",
     "score_text_in_turns",
     "score_texts",

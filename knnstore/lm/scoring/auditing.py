@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knnstore.documents import documents_of
+from knnstore.documents import convert_rows_to_documents
 from knnstore.errors import ConfigError, InputError
-from knnstore.lm.mixture import mixture_of
+from knnstore.lm.mixture import build_mixture
 from knnstore.lm.scoring.token_scores import score_texts
 from knnstore.lm.settings import KNNSettings, ReadingModel, resolve
 from knnstore.store import KNOWN
@@ -113,18 +113,18 @@ def audit(
     settings, reader = resolve(lm.store, knn or lm.knn), lm.reader
     if reader.reads_pairs:
         raise ConfigError("an audit needs a causal model, but this is an encoder-decoder model")
-    listed, rng = list(documents_of(documents)), np.random.default_rng(seed)
-    texts = reader.tokenized(listed)
+    listed, rng = list(convert_rows_to_documents(documents)), np.random.default_rng(seed)
+    texts = reader.tokenize_documents(listed)
     long_enough = [number for number, tokens in enumerate(texts) if len(tokens) > 2]
     if not long_enough:
         raise InputError("nothing to audit: no document has two tokens to predict")
     chosen = rng.permutation(long_enough)[:_SAMPLE_DOCUMENTS]
     sample = [texts[number][: min(_SAMPLE_TOKENS, reader.max_length - 1)] for number in chosen]
     scored = _score_texts(lm, sample, settings)
-    overlaps = lm.store.overlaps(texts, settings.selection, reader.letters)
+    overlaps = lm.store.measure_overlaps(texts, settings.selection, reader.letters)
     shared = sum(overlap.share * len(tokens) for overlap, tokens in zip(overlaps, texts, strict=True))
     share = shared / sum(map(len, texts))
-    exact = lm.store.stored_content((document.content_hash for document in listed), settings.selection)
+    exact = lm.store.find_stored_hashes((document.content_hash for document in listed), settings.selection)
     stored = [
         f"{document.id} ({overlap.share:.0%})"
         for document, overlap in zip(listed, overlaps, strict=True)
@@ -238,7 +238,7 @@ def _score_texts(lm: ReadingModel, texts: Texts, settings: KNNSettings) -> list[
     """
     log_probs = [dict[int, tuple[float, float]]() for _ in texts]
     for scores in score_texts(lm.store, lm.reader, texts, settings):
-        mixed = mixture_of(settings, scores.evidence).target_log_probs(scores.lm_log_probs, scores.targets)
+        mixed = build_mixture(settings, scores.evidence).target_log_probs(scores.lm_log_probs, scores.targets)
         columns = scores.documents, scores.positions, scores.lm_log_probs, mixed
         rows = zip(*(column.tolist() for column in columns), strict=True)
         for document, position, base, log_prob in rows:

@@ -17,7 +17,7 @@ from knnstore.documents import OnBad
 from knnstore.errors import ConfigError, InputError
 from knnstore.lm.components import probes_cells
 from knnstore.lm.mixing import FixedLambda
-from knnstore.lm.mixture import mixture_of
+from knnstore.lm.mixture import build_mixture
 from knnstore.lm.reading import usable_documents
 from knnstore.lm.scoring.loss_breakdown import (
     DocumentLosses,
@@ -97,7 +97,7 @@ class Evaluation:
     by_document: tuple[DocumentScore, ...] = field(repr=False)
     """The perplexities of each document, in the order of the documents."""
 
-    def by(self, field: str) -> dict[Any, GroupScore]:
+    def group_by(self, field: str) -> dict[Any, GroupScore]:
         """Group the documents by a metadata field, and return the perplexities of each group.
 
         Args:
@@ -105,6 +105,8 @@ class Evaluation:
                 field are in the group None. Lists and objects are grouped by their string.
         """
         return score_groups(self.by_document, field)
+
+    by = group_by  # the former name, kept for one release
 
     def to_pandas(self) -> Any:
         """Return a pandas DataFrame with a row for each document: id, metadata, tokens, base_ppl and knn_ppl.
@@ -177,7 +179,7 @@ def evaluate(
     left_out = stored if leave_out else {}
     for scores in score_held_out(store, reader, listed, settings, left_out=left_out, progress=progress):
         evidence, gold, lm_log_probs = scores.evidence, scores.targets, scores.lm_log_probs
-        mixtures = {name: mixture_of(variant, evidence) for name, variant in variants.items()}
+        mixtures = {name: build_mixture(variant, evidence) for name, variant in variants.items()}
         log_probs = {name: mixture.target_log_probs(lm_log_probs, gold) for name, mixture in mixtures.items()}
         log_probs["base"] = lm_log_probs
         mixture = mixtures["knn"]

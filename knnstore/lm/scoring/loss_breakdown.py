@@ -91,7 +91,7 @@ class DocumentLosses:
         Args:
             documents: all scored documents; `TokenScores.documents` has indices into this sequence.
         """
-        owners, _, base, knn = self._columns()
+        owners, _, base, knn = self._concatenate_columns()
         lengths = np.bincount(owners, minlength=len(documents))
         sums = [np.bincount(owners, losses, len(documents)) for losses in (base, knn)]
         return tuple(
@@ -110,14 +110,14 @@ class DocumentLosses:
 
         If there are few documents, the intervals are over blocks (parts of documents).
         """
-        owners, positions, base, knn = self._columns()
+        owners, positions, base, knn = self._concatenate_columns()
         order = np.lexsort((positions, owners))
         blocks = assign_blocks(owners[order])
         lengths = np.bincount(blocks)
         sums = [np.bincount(blocks, losses[order]).astype(np.float64) for losses in (base, knn)]
         return Intervals(*(compute_interval(losses, lengths) for losses in (*sums, sums[1] - sums[0])))
 
-    def _columns(self) -> list[NDArray[Any]]:
+    def _concatenate_columns(self) -> list[NDArray[Any]]:
         """Return four arrays over all tokens: document, position, loss of the model, loss of the mixture."""
         return [np.concatenate(column) for column in zip(*self._batches, strict=True)]
 
@@ -199,14 +199,14 @@ class TokenLosses:
         Returns:
             The slices that contain a token, in ascending order.
         """
-        frequencies = counts[self._columns()[0]]
+        frequencies = counts[self._concatenate_columns()[0]]
         largest = int(frequencies.max(initial=0))
         edges = [0, *(10**power for power in range(1 + len(str(largest))))]
         slices = []
         for low, high in pairwise(edges):
             within = (frequencies >= low) & (frequencies < high)
             if within.any():
-                slices.append(self._slice(within, low, high - 1))
+                slices.append(self._score_slice(within, low, high - 1))
         return tuple(slices)
 
     def slice_by_distance(self, count: int = _DISTANCE_SLICES) -> tuple[Slice, ...]:
@@ -219,7 +219,7 @@ class TokenLosses:
             The slices in ascending order; fewer than `count` if many distances are equal. Tokens without a
             neighbor are in one more slice, which is the last.
         """
-        nearest = self._columns()[4]
+        nearest = self._concatenate_columns()[4]
         is_found = np.isfinite(nearest)
         slices = []
         if is_found.any():
@@ -229,18 +229,18 @@ class TokenLosses:
                 within = bins == number
                 if within.any():
                     distances = nearest[within]
-                    slices.append(self._slice(within, float(distances.min()), float(distances.max())))
+                    slices.append(self._score_slice(within, float(distances.min()), float(distances.max())))
         if not is_found.all():
-            slices.append(self._slice(~is_found, math.inf, math.inf))
+            slices.append(self._score_slice(~is_found, math.inf, math.inf))
         return tuple(slices)
 
-    def _columns(self) -> tuple[NDArray[Any], ...]:
+    def _concatenate_columns(self) -> tuple[NDArray[Any], ...]:
         """Return the five arguments of `add_batch` for all tokens."""
         if len(self._batches) > 1:
             self._batches = [tuple(np.concatenate(column) for column in zip(*self._batches, strict=True))]
         return self._batches[0]
 
-    def _slice(self, within: NDArray[np.bool_], low: float, high: float) -> Slice:
+    def _score_slice(self, within: NDArray[np.bool_], low: float, high: float) -> Slice:
         """Compute the slice of the tokens in a mask.
 
         Args:
@@ -248,7 +248,7 @@ class TokenLosses:
             low: lower bound, for the result.
             high: upper bound, for the result.
         """
-        _, lm, mixed, helped, _ = self._columns()
+        _, lm, mixed, helped, _ = self._concatenate_columns()
         tokens = int(within.sum())
         return Slice(
             low,

@@ -72,7 +72,7 @@ def search(lm: ReadingModel, text: str, knn: KNNSettings | None = None, *, limit
     if reader.reads_pairs:
         raise ConfigError("a search needs a causal model, but this is an encoder-decoder model")
     prefix = reader.prefix
-    tokens = reader.tokens(text).tolist()[-(reader.max_length - len(prefix)) :]
+    tokens = reader.tokenize(text).tolist()[-(reader.max_length - len(prefix)) :]
     if not tokens:
         raise InputError("the text is empty")
     # 1) Score the stored records, by keys or by words.
@@ -80,7 +80,7 @@ def search(lm: ReadingModel, text: str, knn: KNNSettings | None = None, *, limit
         totals = _score_records_by_words(store, tokens, settings.selection)
     else:
         row = np.array([[*prefix, *tokens]], np.int64)
-        keys = reader.encoder.keys(row, np.arange(len(prefix), row.size)).cpu().numpy()
+        keys = reader.encoder.compute_keys(row, np.arange(len(prefix), row.size)).cpu().numpy()
         totals = _score_records_by_keys(store, keys, settings)
     # 2) Group neighboring records to passages, and choose the passages with the largest shares.
     places = store.provenance(np.array(list(totals), np.int64), before=0, after=0)
@@ -99,7 +99,7 @@ def search(lm: ReadingModel, text: str, knn: KNNSettings | None = None, *, limit
             place.domain,
             place.document,
             place.position,
-            reader.text([*place.context.tolist(), place.token, *place.continuation.tolist()]),
+            reader.decode([*place.context.tolist(), place.token, *place.continuation.tolist()]),
         )
         for group, place in zip(groups, around, strict=True)
         if place is not None
@@ -147,8 +147,11 @@ def _score_records_by_words(store: Reader, tokens: Sequence[int], selection: Sel
     Returns:
         The score of each found record, 0 to 1, by record id.
     """
-    matches, totals = Matches.of(store.ngrams(selection), [np.array(tokens)], [False]), dict[int, float]()
-    places = matches.occurrences(np.arange(len(tokens) - 1), LONGEST_NGRAM, _NEIGHBORS_PER_TOKEN)
+    matches, totals = (
+        Matches.look_up_texts(store.ngrams(selection), [np.array(tokens)], [False]),
+        dict[int, float](),
+    )
+    places = matches.find_occurrences(np.arange(len(tokens) - 1), LONGEST_NGRAM, _NEIGHBORS_PER_TOKEN)
     for occurrences, token in zip(places, tokens[1:], strict=True):
         longest = [place for place in occurrences if place.matched == occurrences[0].matched]
         positions = np.array([place.position for place in longest], np.int64)

@@ -1,6 +1,7 @@
 """Predictions of the store alone for each token of a text, as arrays and as a Parquet file.
 
-`keys`, `neighbors` and `p_knn` return arrays for one text; `export` writes a file for many documents.
+`compute_keys`, `find_neighbors` and `compute_p_knn` return arrays for one text; `export` writes a file for
+many documents.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,10 +16,10 @@ from numpy.typing import NDArray
 from knnstore.datastore import Keys
 from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError
-from knnstore.lm.mixture import mixture_of
-from knnstore.lm.reading import in_chunks
+from knnstore.lm.mixture import build_mixture
+from knnstore.lm.reading import chunk_documents
 from knnstore.lm.scoring.token_scores import TokenScores, score_texts
-from knnstore.lm.scoring.token_table import build_data_frame, replacing
+from knnstore.lm.scoring.token_table import build_data_frame, replace_file
 from knnstore.lm.settings import KNNSettings, ReadingModel, resolve
 from knnstore.progress import Progress
 
@@ -65,7 +66,7 @@ class TextNeighbors:
         return f"TextNeighbors({len(self.tokens)} tokens, up to {self.ids.shape[1]} neighbors)"
 
 
-def keys(lm: ReadingModel, text: str) -> Keys:
+def compute_keys(lm: ReadingModel, text: str) -> Keys:
     """Compute the key (hidden state of the model) from which each token of a text is predicted.
 
     Args:
@@ -77,15 +78,15 @@ def keys(lm: ReadingModel, text: str) -> Keys:
         vectors. If the tokenizer has no BOS token, the first token has no key.
     """
     reader = lm.reader
-    tokens = reader.tokens(text)
+    tokens = reader.tokenize(text)
     first = 0 if reader.prefix else 1
     rows = np.zeros((max(0, len(tokens) - first), lm.store.identity.dim), np.float32)
-    for batch in reader.batches([tokens]):
+    for batch in reader.batch_windows([tokens]):
         rows[batch.positions - first] = reader.encoder.encode(batch.input_ids, batch.at).keys.cpu().numpy()
     return rows
 
 
-def neighbors(lm: ReadingModel, text: str, knn: KNNSettings | None = None) -> TextNeighbors:
+def find_neighbors(lm: ReadingModel, text: str, knn: KNNSettings | None = None) -> TextNeighbors:
     """Search with the key of each token of a text, and return the retrieved records.
 
     Args:
@@ -94,7 +95,7 @@ def neighbors(lm: ReadingModel, text: str, knn: KNNSettings | None = None) -> Te
         knn: settings of this call; default ``lm.knn``. Settings with `probes` search that many cells (groups
             of records with near keys); then all records of these cells are returned.
     """
-    settings, tokens = select_store_alone(lm, knn), lm.reader.tokens(text)
+    settings, tokens = select_store_alone(lm, knn), lm.reader.tokenize(text)
     parts = list(score_texts(lm.store, lm.reader, [tokens], settings, with_record_ids=True))
     count = sum(map(len, parts))
     shape = (count, max((part.evidence.distances.shape[1] for part in parts), default=0))
@@ -115,7 +116,7 @@ def neighbors(lm: ReadingModel, text: str, knn: KNNSettings | None = None) -> Te
     return result
 
 
-def p_knn(lm: ReadingModel, text: str, knn: KNNSettings | None = None) -> NDArray[np.float32]:
+def compute_p_knn(lm: ReadingModel, text: str, knn: KNNSettings | None = None) -> NDArray[np.float32]:
     """Compute the distribution of the next token by the retrieved records (p_kNN), for each token of a text.
 
     Args:
@@ -126,7 +127,7 @@ def p_knn(lm: ReadingModel, text: str, knn: KNNSettings | None = None) -> NDArra
     Returns:
         Float32, shape (n, vocabulary). A row sums to 1, or is 0 if nothing was found.
     """
-    found = neighbors(lm, text, knn)
+    found = find_neighbors(lm, text, knn)
     probs = np.zeros((len(found.tokens), lm.store.identity.vocab_size), np.float32)
     rows, columns = np.nonzero(found.ids >= 0)
     np.add.at(probs, (rows, found.retrieved[rows, columns]), found.weights[rows, columns])
@@ -189,9 +190,9 @@ def export(
         ]
     )
     settings, bar, row_count = select_store_alone(lm, knn), progress or Progress(), 0
-    with replacing(Path(path)) as file, ParquetWriter(file.buffer, schema) as writer:
-        for chunk in in_chunks(lm.reader.document_tokenizer.read(documents)):
-            texts, sources = lm.reader.tokenized(chunk), lm.reader.sources(chunk)
+    with replace_file(Path(path)) as file, ParquetWriter(file.buffer, schema) as writer:
+        for chunk in chunk_documents(lm.reader.document_tokenizer.read(documents)):
+            texts, sources = lm.reader.tokenize_documents(chunk), lm.reader.tokenize_sources(chunk)
             for scores in score_texts(
                 lm.store, lm.reader, texts, settings, sources=sources, with_record_ids=True
             ):
@@ -218,7 +219,7 @@ def _export_rows(
         documents: the documents that ``scores.documents`` has indices into.
         neighbors: largest number of sources in a row.
     """
-    mixture = mixture_of(settings, scores.evidence)
+    mixture = build_mixture(settings, scores.evidence)
     p_lm, p_knn = scores.lm_log_probs.exp().tolist(), mixture.knn_probs(scores.targets).tolist()
     ids, retrieved, _, weights = rank_records(scores, settings)
     for row, position in enumerate(scores.positions.tolist()):
@@ -277,7 +278,7 @@ def rank_records(
     """
     distances, tokens = scores.evidence.distances.numpy(), scores.evidence.tokens
     assert tokens is not None
-    weights = mixture_of(settings, scores.evidence).weights_in(0).numpy()
+    weights = build_mixture(settings, scores.evidence).component_weights(0).numpy()
     order = np.argsort(distances, axis=1, kind="stable")
     columns = scores.evidence.ids, tokens.numpy(), distances, weights
     ids, *others = (np.take_along_axis(column, order, 1) for column in columns)

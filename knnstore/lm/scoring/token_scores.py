@@ -22,7 +22,7 @@ from knnstore.lm.components import Form, bound_record_count, limit_k_to_store, p
 from knnstore.lm.contexts import Contexts, DocumentTexts
 from knnstore.lm.mixing import CellSums, Evidence, NeighborSums
 from knnstore.lm.mixture import look_up
-from knnstore.lm.reading import BATCH_TOKENS, Encoded, LogProbs, TextReader, WindowBatch, in_chunks
+from knnstore.lm.reading import BATCH_TOKENS, Encoded, LogProbs, TextReader, WindowBatch, chunk_documents
 from knnstore.lm.settings import KNNSettings
 from knnstore.progress import Progress
 from knnstore.store import KNOWN, Reader, Selection
@@ -82,7 +82,7 @@ class ReadTokens:
         )
 
     @classmethod
-    def joined(cls, parts: Sequence["ReadTokens"]) -> "ReadTokens":
+    def concatenate(cls, parts: Sequence["ReadTokens"]) -> "ReadTokens":
         """Concatenate the predictions of several groups of tokens.
 
         Args:
@@ -181,8 +181,8 @@ class HeldOut(NamedTuple):
             InputError: a document cannot be used.
         """
         listed = list(reader.document_tokenizer.read(documents))
-        exact = store.stored_content((document.content_hash for document in listed), selection)
-        overlaps = store.overlaps(reader.tokenized(listed), selection, reader.letters)
+        exact = store.find_stored_hashes((document.content_hash for document in listed), selection)
+        overlaps = store.measure_overlaps(reader.tokenize_documents(listed), selection, reader.letters)
         stored = {
             document.content_hash: overlap.documents | ({document.content_hash} & exact)
             for document, overlap in zip(listed, overlaps, strict=True)
@@ -229,7 +229,7 @@ def score_held_out(
         The scores of a few tokens at a time; `TokenScores.documents` has indices into `documents`.
     """
     for members, excluded in group_by_left_out(documents, left_out):
-        narrowed = replace(settings, selection=settings.selection.without(*excluded))
+        narrowed = replace(settings, selection=settings.selection.without_content(*excluded))
         for scores in score_documents(store, reader, [documents[at] for at in members], narrowed, progress):
             yield scores.with_documents(np.array(members, np.int64)[scores.documents])
 
@@ -279,8 +279,8 @@ def score_documents(
         predicted token is in exactly one item. `TokenScores.documents` has the index of a token's document.
     """
     bar, preceding = progress or Progress(), 0
-    for chunk in in_chunks(documents):
-        texts, sources = reader.tokenized(chunk), reader.sources(chunk)
+    for chunk in chunk_documents(documents):
+        texts, sources = reader.tokenize_documents(chunk), reader.tokenize_sources(chunk)
         for scores in score_texts(store, reader, texts, settings, sources=sources):
             yield scores.with_documents(scores.documents + preceding)
             bar.advance(len(scores))
@@ -313,7 +313,7 @@ def score_texts(
     settings = replace(settings, k=limit_k_to_store(store, settings))
     lookup = EvidenceLookup(store, settings, Form.SOURCES if with_record_ids else Form.TARGET)
     document_texts = _follow_texts(reader, texts, settings)
-    predictions = (predict_windows(reader, batch) for batch in reader.batches(texts, sources))
+    predictions = (predict_windows(reader, batch) for batch in reader.batch_windows(texts, sources))
     min_tokens = _QUERIES if probes_cells(store, settings) and not with_record_ids else 1
     for read in _join_batches(predictions, min_tokens):
         yield from lookup(read, _extend_texts(document_texts, read, settings))
@@ -349,7 +349,7 @@ def score_text_in_turns(
     lookup = EvidenceLookup(store, settings, Form.SOURCES, most)
     document_texts = _follow_texts(reader, [text], settings)
     sources = None if source is None else [source]
-    for batch in replace(reader, batch_tokens=1).batches([text], sources):
+    for batch in replace(reader, batch_tokens=1).batch_windows([text], sources):
         yield None
         read = yield from _predict_window_in_turns(reader, batch)
         yield from lookup(read, _extend_texts(document_texts, read, settings))
@@ -474,7 +474,7 @@ class EvidenceLookup:
             start = rows.stop
             scores = self._look_up(read, batch, rows)
             yield scores
-            self._adapt(scores)
+            self._adapt_group_size(scores)
 
     def _look_up(self, read: ReadTokens, batch: Batch, rows: slice) -> TokenScores:
         """Look up what the components find for some of the tokens, and return the scores of these tokens.
@@ -488,7 +488,7 @@ class EvidenceLookup:
             read, batch = read.select_rows(rows), batch.select_rows(rows)
         return TokenScores(read, look_up(self._store, self._settings, batch, self._form))
 
-    def _adapt(self, scores: TokenScores) -> None:
+    def _adapt_group_size(self, scores: TokenScores) -> None:
         """Set the size of the next group of tokens from the number of records found for the last group.
 
         The size does not change if only the k nearest records are kept, without their ids.
@@ -525,7 +525,7 @@ def _join_batches(predictions: Iterable[ReadTokens], min_tokens: int) -> Iterato
     for read in predictions:
         batches.append(read)
         if sum(map(len, batches)) >= min_tokens:
-            yield ReadTokens.joined(batches)
+            yield ReadTokens.concatenate(batches)
             batches = []
     if batches:
-        yield ReadTokens.joined(batches)
+        yield ReadTokens.concatenate(batches)

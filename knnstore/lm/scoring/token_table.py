@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from knnstore.documents import TextDocument
 from knnstore.errors import ConfigError
-from knnstore.lm.reading import TokenTexts, tokenized
+from knnstore.lm.reading import TokenTexts, tokenize_texts
 from knnstore.lm.scoring.token_scores import TokenScores
 
 COLUMNS = (
@@ -82,7 +82,7 @@ class TokenTable:
             return
         columns = [np.concatenate(column) for column in zip(*self._batches, strict=True)]
         order = np.lexsort((columns[1], columns[0]))
-        texts = self._texts(tokenizer, *(column[order] for column in columns[:3]))
+        texts = self._decode_texts(tokenizer, *(column[order] for column in columns[:3]))
         for row, text in zip(order.tolist(), texts, strict=True):
             document, position, token, *numbers = (column[row].item() for column in columns)
             numbers[-1] = numbers[-1] if np.isfinite(numbers[-1]) else None
@@ -90,7 +90,7 @@ class TokenTable:
             values = (name, position, token, text, *numbers, frequency)
             yield dict(zip(COLUMNS, values, strict=True))
 
-    def _texts(
+    def _decode_texts(
         self,
         tokenizer: PreTrainedTokenizerBase,
         documents: NDArray[Any],
@@ -108,8 +108,8 @@ class TokenTable:
             preceding: list[int] = []
             if positions[start]:  # the first token is not predicted if the tokenizer has no BOS token
                 text = self._documents[documents[start]].text
-                preceding = tokenized(tokenizer, [text])[0].tolist()
-            yield from texts.pieces(tokens[start:end].tolist(), preceding[: positions[start]])
+                preceding = tokenize_texts(tokenizer, [text])[0].tolist()
+            yield from texts.decode_pieces(tokens[start:end].tolist(), preceding[: positions[start]])
 
     def to_pandas(self, tokenizer: PreTrainedTokenizerBase) -> Any:
         """Return all rows as a pandas DataFrame with the columns `COLUMNS`.
@@ -152,7 +152,7 @@ def build_data_frame(rows: Sequence[Mapping[str, Any]]) -> Any:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[TextIO]:
+def replace_file(path: Path) -> Iterator[TextIO]:
     """Replace a file by new content: a context manager that yields a temporary file to write to.
 
     When the context ends without an error, the temporary file replaces `path` in one step. After an error the

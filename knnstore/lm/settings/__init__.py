@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     )
     from knnstore.lm.settings.query import KNNSettings, find_traces
     from knnstore.lm.settings.saved import (
+        collect_weights,
+        create_weights_loader,
         save_settings,
         settings_from_dict,
         settings_to_dict,
-        weights_for,
-        weights_of,
     )
 else:
     __getattr__, __dir__ = attach_lazy_imports(__name__)
@@ -58,8 +58,10 @@ __all__ = [
     "ReadingParts",
     "Repetition",
     "Resolver",
+    "collect_weights",
     "completed",
     "count_records",
+    "create_weights_loader",
     "default_settings",
     "derive_default",
     "find_outdated_components",
@@ -77,6 +79,4 @@ __all__ = [
     "settings_from_dict",
     "settings_to_dict",
     "usable_settings_for",
-    "weights_for",
-    "weights_of",
 ]

@@ -63,7 +63,7 @@ class CalibrationRecord:
     chosen. Empty if nothing was measured."""
 
     @classmethod
-    def of(cls, store: Reader, selection: Selection = EVERYTHING) -> Self | None:
+    def for_selection(cls, store: Reader, selection: Selection = EVERYTHING) -> Self | None:
         """Return the record of the saved settings that `resolve` uses for a selection.
 
         None if no settings are saved, or if the saved settings were not calibrated.
@@ -78,16 +78,16 @@ class CalibrationRecord:
         written = tuple(Repetition(**repetition) for repetition in values.get("written", ()))
         return cls(**{**values, **several, "stored": stored, "written": written})
 
-    def growth(self, store: Reader) -> float:
+    def record_growth(self, store: Reader) -> float:
         """Return the number of records in the searched domains now, divided by the number at calibration."""
         return count_records(store, self.domains) / self.records
 
-    def gone(self, store: Reader) -> float:
+    def removed_share(self, store: Reader) -> float:
         """Return the fraction of the searched documents that were removed or replaced since the calibration.
 
         0.0 if the searched documents are not known.
         """
-        return store.gone(self.stored) if self.stored else 0.0
+        return store.removed_share(self.stored) if self.stored else 0.0
 
     def is_stale(self, store: Reader) -> bool:
         """Check whether the store has changed so much that calibrating again is advisable.
@@ -95,8 +95,8 @@ class CalibrationRecord:
         True if the number of records changed by more than `STALE_GROWTH`, or if more than `STALE_GONE` of the
         documents were removed or replaced.
         """
-        grown = not 1 / STALE_GROWTH <= self.growth(store) <= STALE_GROWTH
-        return grown or self.gone(store) > STALE_GONE
+        grown = not 1 / STALE_GROWTH <= self.record_growth(store) <= STALE_GROWTH
+        return grown or self.removed_share(store) > STALE_GONE
 
 
 def find_trained_settings(store: Reader, selection: Selection, component: str) -> Mapping[str, Any] | None:
@@ -119,7 +119,7 @@ def find_trained_settings(store: Reader, selection: Selection, component: str) -
         return None
     settings: Mapping[str, Any] = saved.trained[component][component]
     lineage = find_traces(settings)
-    return settings if lineage is None or lineage.are_within(selection) else None
+    return settings if lineage is None or lineage.is_within_selection(selection) else None
 
 
 def count_records(store: Reader, domains: Sequence[str]) -> int:

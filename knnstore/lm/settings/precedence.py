@@ -38,10 +38,10 @@ from knnstore.lm.components import CacheSettings, NGramSettings
 from knnstore.lm.mixing import BinnedLambda, FixedLambda, Mixer
 from knnstore.lm.settings.query import KNNSettings, find_traces
 from knnstore.lm.settings.saved import (
+    create_weights_loader,
     is_mixer_removed,
     save_settings,
     settings_from_dict,
-    weights_for,
 )
 from knnstore.store import EVERYTHING, KNNStore, Reader, SavedSettings, Selection
 
@@ -166,7 +166,9 @@ def resolve(
     if isinstance(asked, KNNSettings) and not asked.unset:
         return _restrict_to_purpose(asked, purpose)
     asks_for_weight = asked.lam is not None if isinstance(asked, Overrides) else "mixer" not in asked.unset
-    stored = _load_stored(store, asked.selection, only_selected, default_if_unusable or asks_for_weight)
+    stored = _load_saved_or_default(
+        store, asked.selection, only_selected, default_if_unusable or asks_for_weight
+    )
     if isinstance(asked, Overrides):
         settings = _override_values(stored, asked, is_keyless=store.is_keyless)
     else:
@@ -263,7 +265,7 @@ def is_outdated(store: Reader, component: Mapping[str, Any]) -> bool:
         component: settings of the component. If they name no documents, the result is False.
     """
     lineage = find_traces(component)
-    return lineage is not None and store.gone(lineage) > 0
+    return lineage is not None and store.removed_share(lineage) > 0
 
 
 def derive_default(store: Reader, selection: Selection = EVERYTHING) -> KNNSettings:
@@ -318,7 +320,7 @@ def override_keys(settings: KNNSettings, asked: Overrides) -> KNNSettings:
     return replace(settings, **values)
 
 
-def _load_stored(
+def _load_saved_or_default(
     store: Reader, selection: Selection, only_selected: bool, default_if_unusable: bool
 ) -> KNNSettings:
     """Return the store's settings for a selection, saved or default.
@@ -356,10 +358,11 @@ def _load_stored(
     left_out = [
         name
         for name, lineage in lineages.items()
-        if lineage is not None and not (lineage.are_within(selection) and store.gone(lineage) == 0)
+        if lineage is not None
+        and not (lineage.is_within_selection(selection) and store.removed_share(lineage) == 0)
     ]
     if left_out:
-        settings = settings.without(*left_out)
+        settings = settings.without_components(*left_out)
         if settings.is_model_alone:
             settings = derive_settings()
     return replace(settings, selection=selection)
@@ -384,12 +387,12 @@ def _load_saved(store: Reader, selection: Selection, *, exact: bool) -> KNNSetti
     if saved is None:
         return None
     try:
-        settings = settings_from_dict(saved.query, weights_for(store))
+        settings = settings_from_dict(saved.query, create_weights_loader(store))
     except CorruptWeightsError:
         again = find_saved_settings(store, selection, exact=exact)
         if again is None or again.query == saved.query:
             raise
-        settings = settings_from_dict(again.query, weights_for(store))
+        settings = settings_from_dict(again.query, create_weights_loader(store))
     return replace(settings, unset=frozenset())  # an earlier version did not have the absent fields
 
 
@@ -467,7 +470,7 @@ def _restrict_to_purpose(settings: KNNSettings, purpose: Purpose) -> KNNSettings
         settings: settings without unset fields.
         purpose: scoring or generation.
     """
-    return settings.without(*settings.scoring_only) if purpose is Purpose.GENERATION else settings
+    return settings.without_components(*settings.scoring_only) if purpose is Purpose.GENERATION else settings
 
 
 def _select_given(**values: Any) -> dict[str, Any]:

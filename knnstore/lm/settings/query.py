@@ -8,7 +8,7 @@ from typing import Any
 
 from knnstore.checks import check_numbers, convert_scalars
 from knnstore.errors import ConfigError
-from knnstore.lm.components import KEYS, CacheSettings, NGramSettings, check_others, other_components
+from knnstore.lm.components import KEYS, CacheSettings, NGramSettings, check_others, load_plugin_components
 from knnstore.lm.mixing import LEAST_TEMPERATURE, FixedLambda, GateLambda, JointGate, Mixer
 from knnstore.store import EVERYTHING, Lineage, Selection
 
@@ -122,15 +122,15 @@ class KNNSettings:
         object.__setattr__(self, "others", check_others(self.others))
         for name in self.trained_components:
             lineage = find_traces(self.others[name])
-            if lineage is not None and not lineage.are_within(self.selection):
+            if lineage is not None and not lineage.is_within_selection(self.selection):
                 raise ConfigError(
                     f"the selection leaves out documents that the component {name!r} was trained on: train "
                     "it on the selected domains, or leave it out"
                 )
         object.__setattr__(self, "scoring_only", tuple(self.scoring_only))
         for name in self.scoring_only:
-            if name not in _COMPONENTS and name not in other_components():
-                known = ", ".join((*_COMPONENTS, *other_components()))
+            if name not in _COMPONENTS and name not in load_plugin_components():
+                known = ", ".join((*_COMPONENTS, *load_plugin_components()))
                 raise ConfigError(f"no component {name!r}; known: {known}")
         searches = self.mixer.searches(self.selection)
         if self.gate is not None and any(one is not self.selection for one in searches):
@@ -251,7 +251,7 @@ class KNNSettings:
 
         This is a former name; use `resolve` instead.
         """
-        return self.without(*self.scoring_only)
+        return self.without_components(*self.scoring_only)
 
     @property
     def writes_alone(self) -> bool:
@@ -267,7 +267,7 @@ class KNNSettings:
         """
         return bool(self.components) and set(self.components) <= set(self.scoring_only)
 
-    def without(self, *components: str) -> "KNNSettings":
+    def without_components(self, *components: str) -> "KNNSettings":
         """Return settings in which the named components are switched off; names not in use are ignored.
 
         Without names the same object is returned.

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from knnstore.errors import ConfigError, FingerprintMismatchError
 from knnstore.lm.components import CacheSettings, NGramSettings
 from knnstore.lm.keys import describe_keys
-from knnstore.lm.mixing import JointGate, is_registered, load_mixer, other_mixers
+from knnstore.lm.mixing import JointGate, is_registered, load_mixer, load_plugin_mixers
 from knnstore.lm.settings.query import KNNSettings
 from knnstore.store import (
     KNNStore,
@@ -39,7 +39,7 @@ _logger = logging.getLogger(__name__)
 def settings_to_dict(settings: KNNSettings) -> dict[str, Any]:
     """Convert settings to values for JSON, without unset fields.
 
-    A network is converted to the name of its file of weights; `weights_of` returns the weights.
+    A network is converted to the name of its file of weights; `collect_weights` returns the weights.
 
     Raises:
         ConfigError: the mixer's class is not registered; `register_mixer` registers it.
@@ -70,7 +70,8 @@ def settings_from_dict(values: Mapping[str, Any], load: LoadWeights | None = Non
 
     Args:
         values: the values.
-        load: function that loads weights by name, as `weights_for` returns it. It is needed only if the
+        load: function that loads weights by name, as `create_weights_loader` returns it. It is needed only if
+        the
             values name the weights of a network.
 
     Raises:
@@ -85,7 +86,7 @@ def settings_from_dict(values: Mapping[str, Any], load: LoadWeights | None = Non
     }
     removed = tuple(name for name in _REMOVED if values.get(name) is not None)
     if removed:
-        _warn_of_removed(removed)
+        _warn_of_ignored_settings(removed)
     values = {name: value for name, value in values.items() if name not in _REMOVED}
     known = [*(field.name for field in fields(KNNSettings) if field.name != "unset"), "lambda"]
     values = _move_former_components(values, known)
@@ -120,7 +121,7 @@ def save_settings(
     """
     values = settings_to_dict(settings)
     del values["selection"]
-    for weights in weights_of(settings):
+    for weights in collect_weights(settings):
         store.save_weights(weights.tensors, weights.metadata)
     before = store.settings(domains) or SavedSettings()
     found = None if calibration is None else asdict(calibration)
@@ -128,7 +129,7 @@ def save_settings(
     store.save_settings(replace(before, query=values, calibration=found, derived=origin), domains)
 
 
-def weights_of(settings: KNNSettings) -> list[Weights]:
+def collect_weights(settings: KNNSettings) -> list[Weights]:
     """Return the weights of the networks in settings, the mixer's first; empty without networks.
 
     `settings_to_dict` has only the names of these weights, so they must be saved first.
@@ -137,7 +138,7 @@ def weights_of(settings: KNNSettings) -> list[Weights]:
     return [weights for weights in networks if isinstance(weights, Weights)]
 
 
-def weights_for(store: Reader, folder: Path | None = None) -> LoadWeights:
+def create_weights_loader(store: Reader, folder: Path | None = None) -> LoadWeights:
     """Return a function that loads weights by name and checks that they fit a store's keys.
 
     Args:
@@ -174,7 +175,7 @@ def is_mixer_removed(query: Mapping[str, Any]) -> bool:
         query: the saved values of the settings.
     """
     name = (query.get("mixer") or {}).get("name")
-    is_removed = name in _REMOVED_MIXERS and name not in other_mixers()
+    is_removed = name in _REMOVED_MIXERS and name not in load_plugin_mixers()
     if is_removed:
         _warn_of_removed_mixer(name)
     return is_removed
@@ -222,7 +223,7 @@ def _warn_of_former_components(names: tuple[str, ...]) -> None:
 
 
 @cache
-def _warn_of_removed(names: tuple[str, ...]) -> None:
+def _warn_of_ignored_settings(names: tuple[str, ...]) -> None:
     """Log a warning that settings of an earlier version are ignored, once in a process for the same names.
 
     Args:

@@ -104,8 +104,8 @@ class Batch:
         """Run one forward pass over the last token of each text, and return its predictions.
 
         The pass also reads draft tokens (guesses of the next tokens) of the texts whose settings use n-grams.
-        The tokens that the pass read stay in the KV cache only if `keep_tokens` is called afterwards. So a
-        failed step can be repeated. The batch must have at least one text.
+        The tokens that the pass read stay in the KV cache only if `keep_accepted_tokens` is called
+        afterwards. So a failed step can be repeated. The batch must have at least one text.
 
         Args:
             settings: the retrieval settings of each text, in the order of `rows`.
@@ -133,7 +133,7 @@ class Batch:
             )
             return Step(draft_tokens, output.logits.float().log_softmax(-1))
 
-    def keep_tokens(self, step: Step, taken: Sequence[int]) -> None:
+    def keep_accepted_tokens(self, step: Step, taken: Sequence[int]) -> None:
         """Keep the KV cache of a step, and tell the draft models how many of their guesses were right.
 
         Args:
@@ -141,7 +141,7 @@ class Batch:
             taken: number of tokens that were chosen for each text from this step, at least 1. The first
                 tokens that the step read stay in the KV cache, as many; the later tokens are dropped.
         """
-        self._kv_cache.keep_tokens(taken)
+        self._kv_cache.keep_first_tokens(taken)
         cost = estimate_pass_costs(len(self.rows))[step.log_probs.shape[1] - 1]
         for row, draft, count in zip(self.rows, step.draft_tokens, taken, strict=True):
             if row in self._row_drafts:
@@ -160,7 +160,7 @@ class Batch:
         if len(self.rows) > 1 and not self._allows_gaps:
             return [[] for _ in self.rows]
         proposed = propose_together(
-            [self._get_drafts(row, knn) for row, knn in zip(self.rows, settings, strict=True)],
+            [self._get_draft_model(row, knn) for row, knn in zip(self.rows, settings, strict=True)],
             [np.array(row.tokens) for row in self.rows],
             limit_drafts(
                 self._lm.base.config, self._kv_cache.lengths, [row.tokens_left - 1 for row in self.rows]
@@ -168,7 +168,7 @@ class Batch:
         )
         return [draft.tolist() for draft in proposed]
 
-    def _get_drafts(self, row: Row, settings: KNNSettings) -> Drafts | None:
+    def _get_draft_model(self, row: Row, settings: KNNSettings) -> Drafts | None:
         """Return the draft model of a text: it guesses next tokens. None if the settings use no n-grams.
 
         The draft model of the previous step is returned again if the store has not changed since. Otherwise a

@@ -17,7 +17,7 @@ from knnstore.lm import KNNLM, KNNSettings, Purpose, TokenTexts
 from knnstore.server.engine.admission import NEIGHBORS_AT_ONCE, Admission, count_neighbors
 from knnstore.server.engine.batch import Batch, Step
 from knnstore.server.engine.pairs import PairBatch, make_generation_rules
-from knnstore.server.engine.prompts import PromptState, has_attention_only, has_first_position_zero
+from knnstore.server.engine.prompts import PromptState, has_first_position_zero, has_only_attention_cache
 from knnstore.server.engine.rows import Piece, Row, TokenScore, build_prompt_scores, find_end_tokens
 from knnstore.server.engine.tickets import EngineBusyError, EngineStoppedError, Job, Observed, Ticket, Turns
 
@@ -72,7 +72,7 @@ class Engine:
         max_waiting: int = 64,
         observe: Callable[[Observed], None] = lambda _: None,
     ) -> None:
-        if not has_attention_only(lm.base):
+        if not has_only_attention_cache(lm.base):
             raise ConfigError(
                 "this model cannot be served: it keeps a recurrent state, which does not allow padding"
             )
@@ -446,7 +446,7 @@ class Engine:
         # 2) Otherwise choose the tokens, and keep their keys and values.
         else:
             done, taken = self._choose_tokens(rows, step)
-            batch.keep_tokens(step, taken)
+            batch.keep_accepted_tokens(step, taken)
             drafted = sum(map(len, step.draft_tokens))
         # 3) Remove the texts that ended, and report the step.
         tokens = sum(taken)

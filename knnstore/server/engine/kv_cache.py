@@ -41,7 +41,7 @@ class BatchCache:
         self._is_token = np.zeros((0, 0), np.bool_)
         """True where a column holds a token of a text, shape (rows, columns)."""
         self.lengths: list[int] = []
-        """Number of tokens of each text in the cache. Tokens of a step count only after `keep_tokens`."""
+        """Number of tokens of each text in the cache. Tokens of a step count after `keep_first_tokens`."""
 
     def add_row(self, layers: Layers, text: TextState) -> None:
         """Append a text to the batch. Copies the keys and values of its tokens into this cache.
@@ -81,8 +81,8 @@ class BatchCache:
     def begin_step(self, count: int) -> DynamicCache:
         """Return a transformers cache for a forward pass that reads `count` further tokens of each text.
 
-        The pass writes its keys and values into free columns of this object. Call `keep_tokens` after the
-        pass to keep them; without that call, the next pass overwrites them.
+        The pass writes its keys and values into free columns of this object. Call `keep_first_tokens` after
+        the pass to keep them; without that call, the next pass overwrites them.
         """
         rows = len(self.lengths)
         if self._end + count > self._columns:
@@ -105,7 +105,7 @@ class BatchCache:
         known = self._is_token[: len(self.lengths), self._find_first_column() : self._end]
         return torch.from_numpy(np.pad(known, ((0, 0), (0, count)), constant_values=True).astype(np.int64))
 
-    def keep_tokens(self, counts: Sequence[int]) -> None:
+    def keep_first_tokens(self, counts: Sequence[int]) -> None:
         """Keep the first tokens that the last step read of each text, and drop its other tokens.
 
         Args:

@@ -198,7 +198,7 @@ def extract_layers(cache: Any) -> Layers:
     return [(layer.keys, layer.values) for layer in cache.layers if not isinstance(layer, TextStateLayer)]
 
 
-def has_attention_only(model: Any) -> bool:
+def has_only_attention_cache(model: Any) -> bool:
     """Check whether a model's cache holds only keys and values of attention.
 
     Such a cache can be padded, so that texts of different lengths share a batch. The state of a recurrent

@@ -75,7 +75,7 @@ class Constraint(Protocol):
     def fork(self) -> "Constraint":
         """Return an independent copy in the current state, for another text with the same tokens."""
 
-    def restrict(self, log_probs: Tensor) -> Tensor:
+    def mask_log_probs(self, log_probs: Tensor) -> Tensor:
         """Return a copy of the next token's log-probabilities, with -inf for each token that is not allowed.
 
         Input and result have the shape (v,). At least one log-probability of the result is finite.
@@ -250,7 +250,7 @@ class Row:
         self._detokenizer = Detokenizer(texts, self.tokens[:before])
         self._unfinished = prompt.unfinished
         self._prompt_pieces = [
-            piece for token in self.tokens[before:] for piece in self._detokenizer.take(token)
+            piece for token in self.tokens[before:] for piece in self._detokenizer.append_token(token)
         ]
         self._stop_strings = StopStrings(task.stops)
         self._untexted: deque[TokenScore] = deque()  # chosen tokens whose text depends on the next tokens
@@ -287,7 +287,7 @@ class Row:
             input_ids: Any = torch.tensor([self.tokens], device=log_probs.device)
             allowed = self._rules(input_ids, allowed[None])[0]
         if self._constraint is not None:
-            allowed = self._constraint.restrict(allowed)
+            allowed = self._constraint.mask_log_probs(allowed)
         if allowed is not log_probs:
             likeliest = int(allowed.argmax())
         token = (
@@ -297,7 +297,9 @@ class Row:
         # 2) Record its log-probability, without rules and constraint.
         score = TokenScore(token)
         if top is not None:
-            likelihoods = Likelihoods.of(log_probs[None], torch.tensor([token], device=log_probs.device), top)
+            likelihoods = Likelihoods.from_log_probs(
+                log_probs[None], torch.tensor([token], device=log_probs.device), top
+            )
             score = next(build_token_scores(likelihoods, [token], top, self._texts))
         return self.append_token(score, is_complete=is_complete)
 
@@ -322,7 +324,7 @@ class Row:
         # End the text, or give out the text that no stop string can cut off any more.
         if token in self._ends:
             return self._end_text("stop", [*self._detokenizer.end(), TokenPiece(token, "", b"")])
-        pieces = self._detokenizer.take(token)
+        pieces = self._detokenizer.append_token(token)
         if is_complete:
             return self._end_text("stop", [*pieces, *self._detokenizer.end()])
         if not self.tokens_left:
@@ -465,7 +467,10 @@ def make_token_score(
         listed.append((token, log_prob))
     top_tokens = (
         TopToken(
-            listed_token, _replace_infinity(value), texts.name_of(listed_token), texts.bytes_of(listed_token)
+            listed_token,
+            _replace_infinity(value),
+            texts.display_text(listed_token),
+            texts.token_bytes(listed_token),
         )
         for listed_token, value in listed
     )

@@ -32,7 +32,7 @@ class Lineage:
     """Bound of the positions: all tokens of these documents have positions below this number."""
 
     @classmethod
-    def of(cls, snapshot: Snapshot, domains: Iterable[str] = ()) -> Self:
+    def from_snapshot(cls, snapshot: Snapshot, domains: Iterable[str] = ()) -> Self:
         """Return the lineage (the set) of all documents that some domains have in a snapshot.
 
         Args:
@@ -48,7 +48,7 @@ class Lineage:
         """Create a lineage from a dict of its three fields. Other dicts raise TypeError or KeyError."""
         return cls(**{**values, "domains": tuple(values["domains"])})
 
-    def gone(self, snapshot: Snapshot) -> float:
+    def removed_share(self, snapshot: Snapshot) -> float:
         """Return the share (0 to 1) of the lineage's documents that were removed or replaced since.
 
         Args:
@@ -61,7 +61,7 @@ class Lineage:
             return 0.0
         return 1 - _count_documents_below(snapshot, self.domains, self.below) / self.documents
 
-    def are_within(self, selection: Selection) -> bool:
+    def is_within_selection(self, selection: Selection) -> bool:
         """Check whether a selection (the documents of a query) contains all documents of the lineage.
 
         Only then may the query use weights that were fitted on these documents. The result is False for every

@@ -44,8 +44,8 @@ class SavedSettings:
     replaced; a component is used only if `query` contains its settings too."""
 
     @classmethod
-    def of_payload(cls, payload: Mapping[str, Any]) -> Self:
-        """Create settings from the JSON object that the method `payload` returned.
+    def from_payload(cls, payload: Mapping[str, Any]) -> Self:
+        """Create settings from the JSON object that the method `to_payload` returned.
 
         Raises CatalogError if the object is damaged.
         """
@@ -58,7 +58,7 @@ class SavedSettings:
                 query, calibration, derived, {name: record for name, record in trained.items() if record}
             )
 
-    def payload(self) -> dict[str, Any]:
+    def to_payload(self) -> dict[str, Any]:
         """Return the settings as one JSON object, which the catalog saves."""
         parts = {_CALIBRATION: self.calibration, _DERIVED: self.derived}
         trained = {f"{_TRAINED}{name}": record for name, record in self.trained.items()}
@@ -85,11 +85,11 @@ class SavedSettings:
         """
         with convert_damage_errors():
             derived = self.derived and Lineage.from_dict(self.derived)
-            if self.fitted_on.isdisjoint(removed) and not (derived and derived.gone(snapshot)):
+            if self.fitted_on.isdisjoint(removed) and not (derived and derived.removed_share(snapshot)):
                 return self
         return type(self)(trained=self.trained)
 
-    def files(self) -> dict[str, Lineage | None]:
+    def list_weight_files(self) -> dict[str, Lineage | None]:
         """Return the names of the files of weights that these settings need, with the weights' lineage.
 
         Returns:
@@ -149,7 +149,7 @@ def load_all_settings(catalog: "Catalog") -> dict[tuple[str, ...], SavedSettings
     if saved settings are damaged.
     """
     payloads = catalog.all_settings().items()
-    return {domains: SavedSettings.of_payload(payload) for domains, payload in payloads}
+    return {domains: SavedSettings.from_payload(payload) for domains, payload in payloads}
 
 
 def find_files_in_use(catalog: "Catalog", snapshot: Snapshot) -> set[str]:
@@ -169,8 +169,8 @@ def find_files_in_use(catalog: "Catalog", snapshot: Snapshot) -> set[str]:
     projection = catalog.identity.projection
     files: dict[str, Lineage | None] = {} if projection is None else {projection: None}
     for saved in load_all_settings(catalog).values():
-        files |= saved.files()
-    return {name for name, lineage in files.items() if lineage is None or not lineage.gone(snapshot)}
+        files |= saved.list_weight_files()
+    return {name for name, lineage in files.items() if lineage is None or not lineage.removed_share(snapshot)}
 
 
 def drop_damaged_settings(writer: "CatalogWriter") -> None:
@@ -193,12 +193,12 @@ def drop_settings_of_removed(writer: "CatalogWriter") -> None:
     drop_damaged_settings(writer)  # nobody can tell what they were fitted on
     all_settings, snapshot = load_all_settings(catalog), catalog.snapshot()
     fitted_on = {content for settings in all_settings.values() for content in settings.fitted_on}
-    removed = catalog.retired_content() & fitted_on
+    removed = catalog.retired_content_hashes() & fitted_on
     removed -= catalog.rows_by_content(removed).keys()  # a duplicate stays
     for domains, settings in all_settings.items():
         remaining = settings.drop_if_outdated(snapshot, removed)
         if remaining is not settings:
-            writer.save_settings(domains, remaining.payload())
+            writer.save_settings(domains, remaining.to_payload())
         if settings.calibration and not remaining.calibration:
             _logger.warning(
                 "the settings calibrated for %s were deleted, because documents to which they were "

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from knnstore.durable import publish, read_file, remove, sync_directory
+from knnstore.durable import read_file, remove_durably, sync_directory, write_atomically
 from knnstore.errors import ConfigError, CorruptWeightsError
-from knnstore.space import medium_errors
+from knnstore.space import convert_disk_errors
 
 _METADATA = "knnstore"  # one entry, since the order of several would not be the same each time
 
@@ -95,7 +95,7 @@ def save_weights(folder: Path, weights: Weights) -> str:
     """
     content = weights.encode()
     name = name_file(content)
-    with medium_errors(folder):
+    with convert_disk_errors(folder):
         _write_if_missing(folder, name, content)
     return name
 
@@ -114,7 +114,7 @@ def _write_if_missing(folder: Path, name: str, content: bytes) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         sync_directory(folder.parent)
     if find_file_problem(folder, name) is not None:
-        publish(folder / name, content, "weights")
+        write_atomically(folder / name, content, "weights")
 
 
 def load_weights(folder: Path, name: str) -> Weights:
@@ -175,6 +175,6 @@ def remove_unused_files(folder: Path, names_in_use: Iterable[str]) -> None:
         p for p in paths if _FILE_NAME.fullmatch(p.name.removesuffix(".tmp")) and p.name not in used_names
     ]
     for path in unused:
-        remove(path)
+        remove_durably(path)
     if unused:  # else a power loss brings them back
         sync_directory(folder)

@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from knnstore.catalog import URL, mask_password, parse_url, sqlite_url, without_password
-from knnstore.durable import NoFileError, WriterLock, publish, read_file
+from knnstore.catalog import URL, mask_password, parse_url, remove_password, sqlite_url
+from knnstore.durable import NoFileError, WriterLock, read_file, write_atomically
 from knnstore.errors import ConfigError, StoreNotFoundError
 from knnstore.secret_files import read_secret
 from knnstore.space import Reserve
@@ -28,7 +28,7 @@ from knnstore.store.home.path_safety import (
     CATALOG_VARIABLE,
     DESCRIPTION,
     check_catalog,
-    check_catalog_is_single,
+    check_catalog_has_no_hard_link,
     check_files,
 )
 
@@ -49,7 +49,7 @@ class Home:
         self.path = path
         self.catalog_url = catalog_url
 
-    def resolve(self, location: str) -> str:
+    def resolve_location(self, location: str) -> str:
         """Return the URL or the path of an engine's keys for the location that is saved in the catalog.
 
         Args:
@@ -109,9 +109,9 @@ class Home:
 
     def write(self) -> None:
         """Write the description file durably: the format, and the catalog's URL without its password."""
-        saved = None if self.has_catalog else without_password(self.catalog_url)
+        saved = None if self.has_catalog else remove_password(self.catalog_url)
         description = json.dumps({"format": FORMAT, "catalog": saved}, indent=2)
-        publish(self.path / DESCRIPTION, description.encode() + b"\n", "home")
+        write_atomically(self.path / DESCRIPTION, description.encode() + b"\n", "home")
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], catalog: str | None = None, *, writing: bool = False) -> Self:
@@ -164,7 +164,7 @@ class Home:
             check_catalog(folder, url, os.environ, writing=writing)
         home = cls(folder, url)
         if writing:
-            check_catalog_is_single(folder, url)
+            check_catalog_has_no_hard_link(folder, url)
             home.reserve.give_back()
         return home
 
@@ -182,7 +182,7 @@ class Home:
         try:
             yield
         finally:
-            self.reserve.keep()
+            self.reserve.ensure_reserved()
             lock.release()
 
     @staticmethod
@@ -197,7 +197,7 @@ class Home:
             ConfigError: if the two URLs differ in more than the password, or `user_url` is not valid.
         """
         parsed = parse_url(user_url)
-        if without_password(parsed) != without_password(url):
+        if remove_password(parsed) != remove_password(url):
             raise ConfigError(
                 f"the store's catalog is {mask_password(url)}, but {CATALOG_VARIABLE} names another, "
                 f"{mask_password(parsed)}: unset it, or choose the store of that catalog with --home"

@@ -39,7 +39,7 @@ from knnstore.store.home.path_safety import (
     check_folder,
     find_hard_link,
     find_home_around,
-    find_home_with,
+    find_home_containing,
     find_mount,
     is_physically_inside,
 )
@@ -76,9 +76,9 @@ class Owner:
     """Location of the catalog's database: the absolute path of a SQLite file, or a URL without password."""
 
     @classmethod
-    def of(cls, catalog: Catalog) -> Self:
+    def from_catalog(cls, catalog: Catalog) -> Self:
         """Return the owner that stands for the store of a catalog."""
-        return cls(catalog.store_id, *catalog.database())
+        return cls(catalog.store_id, *catalog.identify_database())
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -130,7 +130,7 @@ class Place:
     @property
     def location(self) -> str:
         """URL, or path of the folder, of the keys. A relative path in `engine` is joined to the home."""
-        return self.home.resolve(self.engine.location)
+        return self.home.resolve_location(self.engine.location)
 
     @property
     def folder(self) -> Path | None:
@@ -204,7 +204,7 @@ class Place:
             )
         home = find_home_around(folder, self.home.path)
         if home is None and claim is not None and "://" not in claim.shown:  # a bind mount has no such parent
-            home = find_home_with(folder, Path(claim.shown).parent, self.home.path)
+            home = find_home_containing(folder, Path(claim.shown).parent, self.home.path)
         if home is not None:
             raise NotOwnerError(
                 f"the keys at {self.location} are inside another store, {home}, which uses them: copy them "
@@ -279,7 +279,7 @@ class Place:
             )
         return key_owner
 
-    def _check_not_shared(self) -> None:
+    def _check_no_hard_links(self) -> None:
         """Check that no file of the keys has a second name (a hard link): another store may use that name.
 
         Nothing is checked if this store has claimed the keys, or if the location is a URL.
@@ -300,7 +300,7 @@ class Place:
     @property
     def _adapter_class(self) -> type[Datastore]:
         """Class of the adapter that the engine names; `KeylessDatastore` for a store without keys."""
-        return KeylessDatastore if self.engine.is_keyless else registry.load(self.engine.adapter)
+        return KeylessDatastore if self.engine.is_keyless else registry.load_adapter(self.engine.adapter)
 
     def _read_claim(self) -> Owner | None:
         """Read the claim (the owner's name) beside the keys.
@@ -328,7 +328,7 @@ class Place:
         """
         self._check_folder()
         if mode == "a":
-            self._check_not_shared()
+            self._check_no_hard_links()
         datastore = self._adapter_class.open(
             self.location,
             dim=self.identity.dim,

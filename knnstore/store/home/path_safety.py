@@ -68,7 +68,7 @@ def check_files(home: Path) -> None:
             device in place of a regular file; or it cannot be read. The message names the path.
     """
     for name in _FILES:
-        _check_path(home / name, home, "file")
+        _check_path_stays_inside(home / name, home, "file")
     check_folder(home / "weights", home)
 
 
@@ -84,7 +84,7 @@ def check_folder(folder: Path, home: Path | None = None) -> None:
             or `home` is given, and `folder` leads out of it or is a file. The message names the path.
     """
     if home is not None:
-        _check_path(folder, home, "folder")
+        _check_path_stays_inside(folder, home, "folder")
     folders = [folder]
     while folders:
         try:
@@ -96,7 +96,7 @@ def check_folder(folder: Path, home: Path | None = None) -> None:
             if entry.is_dir(follow_symlinks=False):
                 folders.append(Path(entry.path))
             elif not entry.is_file(follow_symlinks=False):
-                _check_path(Path(entry.path), folder, "file", "folder")
+                _check_path_stays_inside(Path(entry.path), folder, "file", "folder")
 
 
 def is_physically_inside(folder: Path, home: Path) -> bool:
@@ -159,7 +159,7 @@ def find_home_around(folder: Path, home: Path) -> Path | None:
     return None
 
 
-def find_home_with(folder: Path, other: Path, home: Path) -> Path | None:
+def find_home_containing(folder: Path, other: Path, home: Path) -> Path | None:
     """Check whether the folder of another store directly contains a folder, also by a bind mount.
 
     Inode numbers are compared, because a bind mount shows the same folder at another path.
@@ -199,7 +199,7 @@ def find_hard_link(folder: Path) -> Path | None:
     return None
 
 
-def check_catalog_is_single(home: Path, url: URL) -> None:
+def check_catalog_has_no_hard_link(home: Path, url: URL) -> None:
     """Check that the SQLite file of a catalog has no second name (a hard link): another store may use it.
 
     A catalog on a server, and a missing file, are accepted.
@@ -226,7 +226,7 @@ def check_catalog_is_single(home: Path, url: URL) -> None:
             )
 
 
-def _check_path(path: Path, within: Path, *kinds: Literal["file", "folder"]) -> None:
+def _check_path_stays_inside(path: Path, within: Path, *kinds: Literal["file", "folder"]) -> None:
     """Check that a path does not lead out of a folder. A missing path is accepted.
 
     Args:

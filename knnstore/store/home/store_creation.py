@@ -26,10 +26,10 @@ from typing import Self
 from uuid import uuid4
 
 from knnstore.catalog import KEYLESS, Catalog, Engine, Identity, render_location
-from knnstore.datastore import TOKEN_LIMIT, checked_kind, registry
-from knnstore.durable import NoFileError, publish, read_file, sync_directory
+from knnstore.datastore import TOKEN_LIMIT, registry, validate_kind
+from knnstore.durable import NoFileError, read_file, sync_directory, write_atomically
 from knnstore.errors import ConfigError, LockedError, StoreExistsError, StoreNotFoundError
-from knnstore.space import medium_errors
+from knnstore.space import convert_disk_errors
 from knnstore.store.fitted import Weights, save_weights
 from knnstore.store.home.home import Home
 from knnstore.store.home.key_places import KeyOwner, Owner, Place, exists_and_is_not_empty
@@ -160,7 +160,7 @@ class Creation:
     def write(self, folder: Path) -> None:
         """Write the state durably to `CREATION_FILE` in a folder."""
         content = {"store_id": self.store_id, "datastores": self.datastores}
-        publish(folder / CREATION_FILE, json.dumps(content).encode(), "creation")
+        write_atomically(folder / CREATION_FILE, json.dumps(content).encode(), "creation")
 
 
 def make_store(
@@ -203,7 +203,7 @@ def make_store(
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     home = Home.new(unfinished, catalog)
     outside = _locate_outside(home, engine, folder)
-    with medium_errors(unfinished), lock_new_folder(unfinished):
+    with convert_disk_errors(unfinished), lock_new_folder(unfinished):
         # 1) Check that the places are free, unless an interrupted creation has begun to use them.
         _check_absent(folder)
         creation = Creation.read(unfinished)
@@ -235,7 +235,7 @@ def make_store(
             with closing(
                 Catalog.create(home.catalog_url, identity, engine, store_id=creation.store_id)
             ) as new:
-                replace(place, owner=Owner.of(new)).claim(copied=has_begun)
+                replace(place, owner=Owner.from_catalog(new)).claim(copied=has_begun)
         # 4) Rename the folder: now the store exists.
         home.write()
         os.rename(unfinished, folder)
@@ -263,9 +263,9 @@ def check_new(home: str | os.PathLike[str], adapter: str, codes: str | None = No
     """
     _check_absent(Path(home).resolve())
     if codes not in (None, "auto", "none"):
-        checked_kind(codes)
+        validate_kind(codes)
     if adapter != KEYLESS:
-        registry.load(adapter)
+        registry.load_adapter(adapter)
 
 
 def _check_absent(folder: Path) -> None:
@@ -295,7 +295,7 @@ def _locate_outside(home: Home, engine: Engine, folder: Path) -> str | None:
     Raises:
         ConfigError: if the location is an absolute path inside `folder`.
     """
-    location = home.resolve(engine.location)
+    location = home.resolve_location(engine.location)
     if "://" in location:
         return f"{engine.adapter} {location}"
     keys = Path(location).resolve()

@@ -34,7 +34,7 @@ model. So nothing must be verified, moved or erased, and a reader needs no write
 
 from knnstore.store.ngrams.matches import Distribution, Matches, Occurrence, Suffixes, compute_last_probs
 from knnstore.store.ngrams.ngram_counts import NGramCounts
-from knnstore.store.ngrams.ngram_drafts import Draft, draft_from
+from knnstore.store.ngrams.ngram_drafts import Draft, draft_continuation
 from knnstore.store.ngrams.suffix_array import DEPTH, MOST, SortedText
 from knnstore.store.ngrams.text_overlap import KNOWN, RUN, RUN_LETTERS, Letters, Overlap, Runs
 
@@ -55,5 +55,5 @@ __all__ = [
     "SortedText",
     "Suffixes",
     "compute_last_probs",
-    "draft_from",
+    "draft_continuation",
 ]

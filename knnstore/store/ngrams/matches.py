@@ -131,11 +131,11 @@ class _ContextLevels(NamedTuple):
 class Matches:
     """Some texts, with the ranges of the suffix array where the stored text has their n-grams.
 
-    `of` looks up whole texts. `of_ends` looks up only the last symbols of texts, for the next step of
-    generation. The symbols of all texts (token ids plus 1, and starts of documents) are joined to one array.
-    A *context* is a text up to one of its symbols; the methods receive it as the index of this symbol in the
-    joined array. Their argument `order` is the length of the longest n-grams that are used, 2 to `DEPTH`,
-    the predicted token included.
+    `look_up_texts` looks up whole texts. `look_up_ends` looks up only the last symbols of texts, for the next
+    step of generation. The symbols of all texts (token ids plus 1, and starts of documents) are joined to one
+    array. A *context* is a text up to one of its symbols; the methods receive it as the index of this symbol
+    in the joined array. Their argument `order` is the length of the longest n-grams that are used, 2 to
+    `DEPTH`, the predicted token included.
 
     Args:
         counts: n-gram counts of the stored text.
@@ -149,12 +149,12 @@ class Matches:
         self.firsts = firsts
         """Index of each text's first token in the joined symbols, shape (texts,).
 
-        In a result of `of_ends`, it is the index of each end's last symbol.
+        In a result of `look_up_ends`, it is the index of each end's last symbol.
         """
         self._ranges = np.zeros((2, DEPTH, len(symbols)), np.int64)  # by length - 1 and first symbol
 
     @classmethod
-    def of(
+    def look_up_texts(
         cls,
         counts: NGramCounts,
         texts: Sequence[NDArray[np.integer[Any]]],
@@ -174,7 +174,7 @@ class Matches:
         return matches
 
     @classmethod
-    def of_ends(cls, counts: NGramCounts, ends: Sequence[Sequence[int]], begins: Sequence[bool]) -> Self:
+    def look_up_ends(cls, counts: NGramCounts, ends: Sequence[Sequence[int]], begins: Sequence[bool]) -> Self:
         """Look up the n-grams that end with the last token of each text, and return the result.
 
         During generation, the previous step has looked up the same text without its last token. These n-grams
@@ -196,7 +196,7 @@ class Matches:
             matches._look_up_end(tuple(symbols[1 - DEPTH :]), last)
         return matches
 
-    def gold(self, indices: Places, order: int) -> NDArray[np.float32]:
+    def target_probs(self, indices: Places, order: int) -> NDArray[np.float32]:
         """Compute the Kneser-Ney probability of the token that follows each context in its text.
 
         Args:
@@ -261,7 +261,7 @@ class Matches:
                 ranges[:, rows, level] = self._narrow_ranges(length, low, high, wanted)
         return self._compute_probs(levels, symbols, ranges, order)
 
-    def distribution(self, indices: Places, order: int) -> Distribution:
+    def next_token_distribution(self, indices: Places, order: int) -> Distribution:
         """Compute the Kneser-Ney distribution of the next token after each context.
 
         Args:
@@ -284,7 +284,7 @@ class Matches:
         rest = levels.shorter_weights.prod(1).astype(np.float32)
         return Distribution(rows, tokens, probs.astype(np.float32), rest, self._select_longest(levels))
 
-    def suffixes(self, indices: Places, order: int) -> Suffixes:
+    def find_longest_suffixes(self, indices: Places, order: int) -> Suffixes:
         """Find for each context its longest suffix (last symbols) that the store has with a token after it.
 
         Args:
@@ -294,7 +294,7 @@ class Matches:
         """
         return self._select_longest(self._compute_levels(indices, order))
 
-    def occurrences(self, indices: Places, order: int, most: int) -> list[list[Occurrence]]:
+    def find_occurrences(self, indices: Places, order: int, most: int) -> list[list[Occurrence]]:
         """Find places in the store where the last symbols of a context and its next token occur together.
 
         Args:
@@ -336,7 +336,7 @@ class Matches:
             found: pair (number of matching symbols, share of the probability) of each place, by the place's
                 index in the stored symbols.
         """
-        positions = self._counts.text.positions_of(np.array(list(found), np.int64)).tolist()
+        positions = self._counts.text.store_positions(np.array(list(found), np.int64)).tolist()
         return [
             Occurrence(position, *match) for position, match in zip(positions, found.values(), strict=True)
         ]
@@ -354,7 +354,7 @@ class Matches:
         successors = counts.count_different(lengths + 1, ranges)
         total = np.empty_like(successors)
         total[:, 0] = counts.count_followed(order - 1, ranges[..., 0])
-        total[:, 1:] = counts.continued(lengths[1:] + 1, ranges[..., 1:])
+        total[:, 1:] = counts.continuation_counts(lengths[1:] + 1, ranges[..., 1:])
         is_found = (begins >= 0) & (total > 0)
         total = np.where(is_found, total, 1)
         discounts = np.array([counts.discounts[length + 1].continued for length in lengths.tolist()])
@@ -441,7 +441,7 @@ class Matches:
             order: length of the longest n-grams that are used.
         """
         starts, stops = ranges
-        continued = self._counts.continued(np.minimum(lengths, DEPTH - 1), ranges)
+        continued = self._counts.continuation_counts(np.minimum(lengths, DEPTH - 1), ranges)
         return np.where(lengths == order, stops - starts, continued)
 
     def _find_ranges(self, indices: Places) -> None:
@@ -452,7 +452,7 @@ class Matches:
         Args:
             indices: indices in the joined texts of the symbols where n-grams begin, shape (n,).
         """
-        low, high = self._counts.ranges(self._symbols[indices])
+        low, high = self._counts.find_symbol_ranges(self._symbols[indices])
         self._ranges[:, 0, indices] = low, high
         for length in range(1, DEPTH):
             wanted = self._symbols.take(indices + length, mode="clip")
@@ -529,7 +529,7 @@ class Matches:
         ranges = kept.get(symbols)
         if ranges is None:
             shorter = self._find_ranges_of_end(symbols[:-1]) if len(symbols) > 1 else []
-            ((first,), (stop,)) = self._counts.ranges(np.array(symbols[-1:]))
+            ((first,), (stop,)) = self._counts.find_symbol_ranges(np.array(symbols[-1:]))
             ranges = [(int(first), int(stop))]
             for length, (low, high) in enumerate(shorter, 1):
                 ranges.append(self._narrow_range(length, low, high, symbols[-1]) if low < high else (0, 0))
@@ -590,7 +590,7 @@ def compute_last_probs(
             for end, last in zip(missing, lasts.tolist(), strict=True):
                 matches._look_up_end(end[:-1], last - 1)
                 matches._look_up_end(end, last)
-        new = dict(zip(missing, matches.gold(lasts - 1, order).tolist(), strict=True))
+        new = dict(zip(missing, matches.target_probs(lasts - 1, order).tolist(), strict=True))
         probs = [new[end] if prob is None else prob for end, prob in zip(ends, probs, strict=True)]
         if len(kept) + len(new) > _KEPT_PROBS:
             kept.clear()

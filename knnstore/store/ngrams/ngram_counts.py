@@ -83,7 +83,8 @@ class NGramCounts:
         self.is_empty = not counts.any()
         """True if the documents have no token."""
         self.ranges_of_ends: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-        """Cache of `Matches.of_ends`: the ranges of the last symbol, the last two symbols, ... of a text."""
+        """Cache of `Matches.look_up_ends`: the ranges of the last symbol, the last two symbols, ... of a
+        text."""
         self.probs_of_ends: dict[int, dict[tuple[int, ...], float]] = {}
         """Cache of `compute_last_probs`: for each order of n-grams, the probability of a text's last token
         after the tokens before, by the text's last symbols."""
@@ -96,7 +97,7 @@ class NGramCounts:
         kept = sum(map(len, list(self.probs_of_ends.values())))  # a list, because threads may add orders
         return self.text.nbytes + bits + sum(one.nbytes for one in arrays) + _BYTES_OF_END * kept
 
-    def ranges(self, symbols: Symbols) -> tuple[Places, Places]:
+    def find_symbol_ranges(self, symbols: Symbols) -> tuple[Places, Places]:
         """Return the range of the suffix array that contains all occurrences of each symbol.
 
         Args:
@@ -136,7 +137,7 @@ class NGramCounts:
         """
         return self._new.count(ranges, lengths - 2)
 
-    def continued(self, lengths: Places | int, ranges: Places) -> Places:
+    def continuation_counts(self, lengths: Places | int, ranges: Places) -> Places:
         """Return the continuation counts of n-grams: the number of different symbols that precede them.
 
         An n-gram at the start of a document has no preceding symbol; there each occurrence counts.
@@ -163,7 +164,7 @@ class NGramCounts:
             For each n-gram that was found: the index of its range, and the index in the suffix array of the
             n-gram's first occurrence; both ascending.
         """
-        return self._new.find_ones(ranges, lengths - 2)
+        return self._new.find_set_bits(ranges, lengths - 2)
 
 
 class _Flags(NamedTuple):

@@ -28,7 +28,7 @@ class Draft(NamedTuple):
     """
 
 
-def draft_from(text: SortedText, tokens: NDArray[np.int64], most: int, least: int = 2) -> Draft:
+def draft_continuation(text: SortedText, tokens: NDArray[np.int64], most: int, least: int = 2) -> Draft:
     """Find the last tokens of a text in stored documents, and return the tokens that follow there.
 
     As many last tokens as possible are matched, at most `DEPTH` - 1. If they occur at several places, the
@@ -55,7 +55,7 @@ def draft_from(text: SortedText, tokens: NDArray[np.int64], most: int, least: in
     if not len(places):
         return Draft(0, tokens[:0], np.zeros(0))
     shares = np.zeros(most)
-    place, counted = _find_most_frequent(text, places[:: 1 + len(places) // _PLACES_COUNTED])
+    place, counted = _find_most_frequent_continuation(text, places[:: 1 + len(places) // _PLACES_COUNTED])
     shares[: len(counted)] = counted[:most]
     after = text.symbols[place : place + most]
     ended = np.flatnonzero(after == END)
@@ -94,7 +94,7 @@ def _find_places_after(text: SortedText, wanted: Symbols) -> Places:
     return places[np.searchsorted(symbols[places], END, side="right") :]
 
 
-def _find_most_frequent(text: SortedText, places: Places) -> tuple[int, list[float]]:
+def _find_most_frequent_continuation(text: SortedText, places: Places) -> tuple[int, list[float]]:
     """Choose the place in stored documents whose continuation is most frequent among several places.
 
     The continuation of a place is the series of symbols from the place on. In each of at most `DEPTH` steps,

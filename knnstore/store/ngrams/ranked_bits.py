@@ -90,7 +90,7 @@ class RankedBits:
         ranks += self._before[words >> _BLOCK_BITS]
         return ranks
 
-    def find_ones(self, ranges: Places, row: Places) -> tuple[Places, Places]:
+    def find_set_bits(self, ranges: Places, row: Places) -> tuple[Places, Places]:
         """Find all set bits in r ranges of indices.
 
         Args:

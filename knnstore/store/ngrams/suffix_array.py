@@ -71,7 +71,7 @@ class SortedText:
     that begin at each index, shape (n,)."""
 
     @classmethod
-    def of(cls, texts: Sequence[NDArray[np.integer[Any]]], positions: Places, start: int) -> Self:
+    def from_texts(cls, texts: Sequence[NDArray[np.integer[Any]]], positions: Places, start: int) -> Self:
         """Join documents to one array of symbols, with a start and an end symbol around each, and sort it.
 
         Args:
@@ -91,7 +91,7 @@ class SortedText:
         """Number of bytes that the arrays take in memory."""
         return sum(one.nbytes for one in (self.symbols, self.firsts, self.positions, self.order))
 
-    def positions_of(self, places: Places) -> Places:
+    def store_positions(self, places: Places) -> Places:
         """Convert indices of tokens in `symbols` to positions of the tokens in the store.
 
         Args:

@@ -27,7 +27,7 @@ class Letters:
         self._letters = np.frombuffer("".join(spellings).encode("utf-32-le", "surrogatepass"), "<u4")
         self._ends = np.cumsum([0, *map(len, spellings)])
 
-    def of(self, tokens: NDArray[np.unsignedinteger]) -> NDArray[np.uint32]:
+    def from_tokens(self, tokens: NDArray[np.unsignedinteger]) -> NDArray[np.uint32]:
         """Return the Unicode code points of a text's letters, uint32, shape (letters,).
 
         Args:
@@ -116,7 +116,7 @@ class Runs:
         self._found, self._elsewhere = np.zeros((2, self._long.size), bool)
 
     def compare_document(self, text: Symbols) -> SharedTexts:
-        """Compare a document with the indexed texts, and record the shared runs, which `shares` counts.
+        """Compare a document with the indexed texts, and record the shared runs for `covered_shares`.
 
         A run is a series of a fixed number of symbols (tokens or letters).
 
@@ -144,7 +144,7 @@ class Runs:
         self._elsewhere[places[np.isin(self._long.find_texts(places), numbers[~is_same])]] = True
         return SharedTexts(same | set(numbers[is_same].tolist()), set(numbers[~is_same].tolist()))
 
-    def shares(self, *, elsewhere: bool = False) -> list[float]:
+    def covered_shares(self, *, elsewhere: bool = False) -> list[float]:
         """Return for each indexed text the share of its symbols that the compared documents contain, 0 to 1.
 
         Compared documents are those that were passed to `compare_document`.

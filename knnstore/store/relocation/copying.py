@@ -20,7 +20,7 @@ from knnstore.datastore import (
     Keys,
     Metric,
     SupportsOptimize,
-    pairwise,
+    pairwise_distances,
 )
 from knnstore.errors import DatastoreError
 from knnstore.failpoints import failpoint
@@ -41,7 +41,7 @@ OnBatch = Callable[[Ids, Keys], None]
 
 
 class Transferred(NamedTuple):
-    """Report on a copy of all records from one datastore to another, made by `transfer`."""
+    """Report on a copy of all records from one datastore to another, made by `copy_all_records`."""
 
     records: int
     """Number of records in the source, and now in the target."""
@@ -57,7 +57,7 @@ class Transferred(NamedTuple):
     the keys of domains with many records; None if it compresses no key."""
 
 
-def transfer(
+def copy_all_records(
     source: Datastore,
     target: Datastore,
     progress: Progress,
@@ -99,7 +99,7 @@ def transfer(
     if not records:
         return Transferred(0, copied, None, 0, target.capabilities.codes)
     found_distances = target.search(queries, nearest.k).distances
-    recall = float((found_distances <= nearest.bounds()[:, None]).mean())
+    recall = float((found_distances <= nearest.upper_bounds()[:, None]).mean())
     if target.capabilities.exact_search and recall < 1:
         raise DatastoreError(f"a search in the copy does not find the nearest records: {GIVE_UP}")
     return Transferred(records, copied, recall, nearest.k, target.capabilities.codes)
@@ -168,7 +168,7 @@ def _delete_unwanted(target: Datastore, start: int, stop: int, wanted: Ids) -> I
     """
     id_batches = [batch[0] for batch in target.iterate(ids=IdRanges([(start, stop)]))]
     ids = np.concatenate(id_batches) if id_batches else np.empty(0, np.int64)
-    target.delete(IdRanges.of_ids(ids[~np.isin(ids, wanted)]))
+    target.delete(IdRanges.from_ids(ids[~np.isin(ids, wanted)]))
     return ids
 
 
@@ -323,10 +323,12 @@ class _NearestDistances:
     def add(self, keys: Keys) -> None:
         """Compare the queries with further keys, float32, shape (n, dim)."""
         if self.k:
-            both = np.concatenate([self._distances, pairwise(self._queries, keys, self._metric)], axis=1)
+            both = np.concatenate(
+                [self._distances, pairwise_distances(self._queries, keys, self._metric)], axis=1
+            )
             self._distances = np.partition(both, self.k - 1, axis=1)[:, : self.k]
 
-    def bounds(self) -> Distances:
+    def upper_bounds(self) -> Distances:
         """Return for each query the distance of its k-th nearest key plus a rounding margin, shape (q,)."""
         furthest = self._distances.max(axis=1)
         origin = self._queries.mean(axis=0) if self._metric is Metric.L2 else 0

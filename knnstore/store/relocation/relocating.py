@@ -25,8 +25,8 @@ from typing import Any, Self
 
 from knnstore.catalog import Catalog, CatalogWriter, Engine
 from knnstore.checks import check_json
-from knnstore.datastore import Datastore, SupportsBeside, registry
-from knnstore.durable import publish, read_file, sync_directory
+from knnstore.datastore import Datastore, SupportsCopyParams, registry
+from knnstore.durable import read_file, sync_directory, write_atomically
 from knnstore.errors import (
     ConfigError,
     CorruptDatastoreError,
@@ -36,10 +36,10 @@ from knnstore.errors import (
 )
 from knnstore.failpoints import failpoint
 from knnstore.progress import Progress
-from knnstore.space import medium_errors
+from knnstore.space import convert_disk_errors
 from knnstore.store.current import Current
 from knnstore.store.home import Home, KeyOwner, Place, exists_and_is_not_empty
-from knnstore.store.relocation.copying import GIVE_UP, Transferred, transfer
+from knnstore.store.relocation.copying import GIVE_UP, Transferred, copy_all_records
 from knnstore.store.soundness import (
     check_undamaged,
     format_document_names,
@@ -125,8 +125,8 @@ class MovePlan:
 
     def write(self, home: Home) -> None:
         """Save this state of the unfinished move in the store's folder, durably."""
-        with medium_errors(home.path):
-            publish(home.path / _FILE_NAME, json.dumps(asdict(self)).encode(), "move")
+        with convert_disk_errors(home.path):
+            write_atomically(home.path / _FILE_NAME, json.dumps(asdict(self)).encode(), "move")
 
     @staticmethod
     def remove_temporary_file(home: Home) -> None:
@@ -160,13 +160,13 @@ def choose_copy_engine(home: Home, engine: Engine, *, begun: Engine | None) -> E
         ConfigError: if the adapter cannot choose a place on its server.
     """
     if "://" in engine.location:
-        adapter = registry.load(engine.adapter)
-        if not issubclass(adapter, SupportsBeside):
+        adapter = registry.load_adapter(engine.adapter)
+        if not issubclass(adapter, SupportsCopyParams):
             raise ConfigError(
                 f"the adapter {engine.adapter} cannot choose a place for a copy at {engine.location}: move "
                 "the keys elsewhere with `knnstore move`, which removes the old ones"
             )
-        elsewhere = adapter.beside(engine.location, **engine.params)
+        elsewhere = adapter.choose_copy_params(engine.location, **engine.params)
         return replace(engine, params={**engine.params, **elsewhere})
     if begun is not None and begun == replace(engine, location=begun.location):
         return begun
@@ -200,7 +200,7 @@ class Relocation:
         plan = self._read_plan()
         return None if plan is None or plan.target == self._catalog.engine() else plan.target
 
-    def finish(self) -> str | None:
+    def erase_old_keys(self) -> str | None:
         """Erase the old keys that a move has left after its switch to the new engine. Raises no error.
 
         Does nothing if no move has left old keys.
@@ -221,11 +221,11 @@ class Relocation:
         The writer calls this method when it opens a store. Does nothing if no move has left old keys.
         """
         MovePlan.remove_temporary_file(self._home)
-        reason = self.finish()
+        reason = self.erase_old_keys()
         if reason:
             _logger.warning("the old keys of a move were not deleted: %s", reason)
 
-    def abandon(self) -> Engine | None:
+    def abandon_move(self) -> Engine | None:
         """Give up an unfinished move of the keys, if the store does not use the new engine yet.
 
         The copy of the keys in the new engine is erased, and the saved state of the move is deleted. If the
@@ -259,7 +259,7 @@ class Relocation:
         progress.say(f"deleting what a move has left behind: {self._get_leftover(plan)}")
         return _format_leftover(self._get_leftover(plan), self._erase_leftover(plan))
 
-    def rewrite(self, writer: CatalogWriter, progress: Progress) -> list[str]:
+    def rewrite_keys(self, writer: CatalogWriter, progress: Progress) -> list[str]:
         """Copy all records to a new location of the same engine, switch to the copy, and erase the old keys.
 
         Args:
@@ -272,9 +272,9 @@ class Relocation:
         old_place = self._current.place(self._current.engine)
         target = choose_copy_engine(self._home, self._current.engine, begun=self.get_unfinished_target())
         self._copy_and_switch(writer, target, progress)
-        return _format_leftover(old_place, self.finish())
+        return _format_leftover(old_place, self.erase_old_keys())
 
-    def move(self, writer: CatalogWriter, target: Engine, progress: Progress) -> Moved:
+    def move_keys(self, writer: CatalogWriter, target: Engine, progress: Progress) -> Moved:
         """Move the keys to another engine: copy all records, switch to the copy, and erase the old keys.
 
         An interrupted move to the same target is continued. If it has switched, but its caller was told that
@@ -301,7 +301,7 @@ class Relocation:
             transferred = Transferred(copy.count(), 0, None, 0, copy.capabilities.codes)
         else:
             transferred = self._copy_and_switch(writer, target, progress)
-        reason_left = self.finish()
+        reason_left = self.erase_old_keys()
         return Moved(
             before, target, seconds=time.perf_counter() - started, left=reason_left, **transferred._asdict()
         )
@@ -324,13 +324,13 @@ class Relocation:
 
         def commit() -> None:
             """Make the catalog name the target as the engine of the keys."""
-            writer.move(target, target_checksums.get_checksums())
+            writer.switch_engine(target, target_checksums.get_checksums())
             failpoint("move.switched")
 
         # 1) Copy the records, and compare the copy.
         source = self._current.datastore
         check_undamaged(self._catalog, source, _UNCHANGED)
-        snapshot, stored = self._current.view().snapshot, self._catalog.checksums()
+        snapshot, stored = self._current.view().snapshot, self._catalog.key_checksums()
         copy = self._open_target(target, source.count(), progress)
         try:
             source_checksums, target_checksums = (
@@ -338,7 +338,7 @@ class Relocation:
                 make_checksum_computer(snapshot, copy.capabilities),
             )
             with name_damaged_documents(self._catalog, source, _UNCHANGED):
-                transferred = transfer(
+                transferred = copy_all_records(
                     source,
                     copy,
                     progress,
@@ -358,7 +358,7 @@ class Relocation:
                     f"{lost_records:,} records are lost: `knnstore verify` names their documents; {GIVE_UP}"
                 )
             # 3) Switch the catalog and the open datastore to the copy.
-            old = self._current.switch(target, copy, commit)
+            old = self._current.switch_engine(target, copy, commit)
         except BaseException:
             with suppress(KnnstoreError):  # what is durable already serves the next try
                 copy.close()

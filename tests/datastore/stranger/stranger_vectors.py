@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from knnstore.datastore import Capabilities, Metric, Neighbors, checked_k, checked_keys, checked_records
+from knnstore.datastore import Capabilities, Metric, Neighbors, validate_k, validate_keys, validate_records
 from knnstore.errors import (
     ConfigError,
     DatastoreClosedError,
@@ -67,7 +67,7 @@ class OneFileDatastore:
 
     def add(self, ids, keys, groups):
         self._check(writing=True)
-        ids, keys, groups = checked_records(ids, keys, groups, self.dim)
+        ids, keys, groups = validate_records(ids, keys, groups, self.dim)
         if keys.size and np.abs(keys).max() > np.finfo(np.float16).max:
             raise InvalidVectorError("a key is too great for half precision")
         rounded = keys.astype(np.float16)
@@ -77,8 +77,8 @@ class OneFileDatastore:
 
     def search(self, queries, k, *, where=None):
         self._check()
-        queries, k = checked_keys(queries, self.dim, what="queries"), checked_k(k)
-        found = Neighbors.nothing(len(queries), k)
+        queries, k = validate_keys(queries, self.dim, what="queries"), validate_k(k)
+        found = Neighbors.all_missing(len(queries), k)
         ids, keys, groups = self._arrays(self._records)
         if where is not None:
             by_ids = where.ids.contains(ids)

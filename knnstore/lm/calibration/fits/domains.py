@@ -45,7 +45,7 @@ class DomainEvidence:
     """Number of cells (groups of records with near keys) that are searched for each query. The probabilities
     then use all records of these cells. None if they use only the k nearest records."""
 
-    def only(self, wanted: Tensor) -> "DomainEvidence":
+    def select_tokens(self, wanted: Tensor) -> "DomainEvidence":
         """Return the probabilities of the tokens that a mask selects.
 
         Args:

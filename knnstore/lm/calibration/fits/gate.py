@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from knnstore.lm.calibration.evidence import GridEvidence
-from knnstore.lm.calibration.fits.mixers import best_fixed, interpolate_columns
+from knnstore.lm.calibration.fits.mixers import fit_temperature_and_lambda, interpolate_columns
 from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.mixing import (
     FixedLambda,
@@ -30,11 +30,11 @@ def fit_gate(evidence: GridEvidence, scored: ScoredText) -> KNNSettings:
         evidence: probabilities of the tokens to fit on.
         scored: the text, from which the network's input features are computed.
     """
-    fixed_temperature, fixed_lam = best_fixed(evidence)
+    fixed_temperature, fixed_lam = fit_temperature_and_lambda(evidence)
     scale = float(evidence.nearest.distances[:, 0].abs().median().clamp(min=1e-6))
-    settings = evidence.settings(fixed_temperature, FixedLambda(fixed_lam))
-    chunks = scored.chunks(evidence.k, evidence.tokens)
-    found = (scored.evidence_for(settings, some) for some in chunks)
+    settings = evidence.build_settings(fixed_temperature, FixedLambda(fixed_lam))
+    chunks = scored.split_into_chunks(evidence.k, evidence.tokens)
+    found = (scored.select_evidence(settings, some) for some in chunks)
     features = torch.cat([compute_gate_features(some, evidence.k, scale) for some in found])
     lm, grid = evidence.lm[:, 0], evidence.temperatures.log2()
 
@@ -48,7 +48,7 @@ def fit_gate(evidence: GridEvidence, scored: ScoredText) -> KNNSettings:
         features, compute_loss, assign_document_blocks(scored, evidence.tokens), make_gate_start(fixed_lam)
     )
     purpose = {**(scored.fitted_for or {}), "of": "gate", "k": evidence.k, "scale": scale}
-    return evidence.settings(fixed_temperature, GateLambda(network.weights(purpose)))
+    return evidence.build_settings(fixed_temperature, GateLambda(network.to_weights(purpose)))
 
 
 def assign_document_blocks(scored: ScoredText, tokens: Tensor) -> Tensor:

@@ -11,13 +11,13 @@ from knnstore.lm.calibration.fits.gate import assign_document_blocks
 from knnstore.lm.calibration.scored_text import ScoredText
 from knnstore.lm.components import Fitting, NGramFitting, NGramSettings, ScoredPart, fit_gate_over
 from knnstore.lm.mixing import JointGate
-from knnstore.lm.mixture import all_components
+from knnstore.lm.mixture import list_components
 from knnstore.lm.settings import KNNSettings
 
 _ROUNDS = 2  # of fitting the keys and the n-grams in turn
 
 
-def fit_together(
+def fit_all_components(
     evidence: GridEvidence,
     scored: ScoredText,
     ngrams: NGramFitting | None,
@@ -64,7 +64,7 @@ def fit_with_ngrams(
         fit: function that fits the settings of the keys.
     """
     at = evidence.tokens
-    of_tokens = NGramFitting(ngrams.found.rows(at))
+    of_tokens = NGramFitting(ngrams.found.select_rows(at))
     every = torch.ones(len(at), dtype=torch.bool)
     settings, fitted = KNNSettings(), NGramSettings(ngrams.found.order, 0.0)
     for _ in range(_ROUNDS):
@@ -90,9 +90,9 @@ def fit_joint(scored: ScoredText, settings: KNNSettings, tokens: Tensor) -> Join
     unit = float(nearest.median().clamp(min=1e-6)) if nearest.isfinite().any() else 1.0
     parts = (
         ScoredPart(
-            scored.evidence_for(settings, chunk), scored.targets_for(chunk), scored.lm_log_probs[chunk]
+            scored.select_evidence(settings, chunk), scored.target_tokens(chunk), scored.lm_log_probs[chunk]
         )
-        for chunk in scored.chunks_for(settings, tokens)
+        for chunk in scored.split_for_settings(settings, tokens)
     )
     blocks = assign_document_blocks(scored, tokens)
-    return fit_gate_over(all_components(), settings.parts, parts, blocks, unit, scored.fitted_for or {})
+    return fit_gate_over(list_components(), settings.parts, parts, blocks, unit, scored.fitted_for or {})

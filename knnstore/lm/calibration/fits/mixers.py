@@ -30,11 +30,11 @@ def fit_fixed(evidence: GridEvidence) -> KNNSettings:
     """
     if not len(evidence.temperatures):
         return KNNSettings(k=1, lam=0.0)
-    temperature, lam = best_fixed(evidence)
-    return evidence.settings(temperature, FixedLambda(lam))
+    temperature, lam = fit_temperature_and_lambda(evidence)
+    return evidence.build_settings(temperature, FixedLambda(lam))
 
 
-def best_fixed(evidence: GridEvidence) -> tuple[float, float]:
+def fit_temperature_and_lambda(evidence: GridEvidence) -> tuple[float, float]:
     """Return one temperature T and one weight λ for all tokens: the pair with the largest likelihood.
 
     Args:
@@ -81,7 +81,7 @@ def fit_bins(
     mixer = BinnedLambda(
         distance_edges, tuple(interpolate_columns(lam, points).tolist()), factors, confidence_edges
     )
-    return evidence.settings(together.exp().item(), mixer)
+    return evidence.build_settings(together.exp().item(), mixer)
 
 
 def _fit_all_tokens(evidence: GridEvidence) -> tuple[Tensor, Tensor]:
