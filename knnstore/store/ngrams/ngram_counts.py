@@ -15,7 +15,7 @@ from knnstore.store.ngrams.ranked_bits import Places, RankedBits
 from knnstore.store.ngrams.suffix_array import DEPTH, END, SortedText, Symbols
 
 Flags = NDArray[np.bool_]
-_BYTES_OF_STEP = 1900
+_BYTES_OF_STEP = 2300
 """Bytes that an entry of `NGramCounts.kept_steps` takes without its arrays (measured)."""
 
 
