@@ -27,14 +27,15 @@ if TYPE_CHECKING:
     from knnstore.store.ngrams import (
         KNOWN,
         Draft,
+        KeptStep,
         Letters,
         Matches,
         NGramCounts,
         Occurrence,
         Suffixes,
-        compute_last_probs,
         draft_continuation,
     )
+    from knnstore.store.ngrams import Distribution as NGramDistribution
     from knnstore.store.provenance import Provenance
     from knnstore.store.reader_protocol import Reader
     from knnstore.store.relocation import Moved
@@ -62,6 +63,7 @@ __all__ = [
     "Identity",
     "Ingest",
     "KNNStore",
+    "KeptStep",
     "Lease",
     "LeasedIngest",
     "Letters",
@@ -70,6 +72,7 @@ __all__ = [
     "Mode",
     "Moved",
     "NGramCounts",
+    "NGramDistribution",
     "NewDocument",
     "Occurrence",
     "Provenance",
@@ -83,7 +86,6 @@ __all__ = [
     "Weights",
     "check_new",
     "classify_change",
-    "compute_last_probs",
     "draft_continuation",
     "load_weights",
     "save_weights",

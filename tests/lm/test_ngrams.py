@@ -1,6 +1,7 @@
 """N-grams of the stored text: against dictionaries, in every way of reading, and in the settings."""
 
 import json
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -22,8 +23,8 @@ from knnstore.lm import (
 from knnstore.lm.calibration.evidence import gather_evidence
 from knnstore.lm.calibration.fits import fit_fixed, fit_with_ngrams
 from knnstore.lm.calibration.scored_text import score_once
-from knnstore.lm.components import CacheSettings, Form, NGramFitting, NGrams, OwnNGrams, Question
-from knnstore.lm.components.ngrams import compute_history
+from knnstore.lm.components import CacheSettings, Form, NGramFitting, NGrams, OwnNGrams, Question, ngrams
+from knnstore.lm.components.ngrams import Continuation, compute_history
 from knnstore.lm.contexts import Contexts
 from knnstore.lm.settings import ReadingParts
 from knnstore.store import EVERYTHING, Selection
@@ -145,9 +146,21 @@ def test_a_prefix_of_several_tokens_is_no_part_of_the_text(lm):
     assert contexts_at([0, first], 1).texts[0].tolist() == [0, first]
 
 
+def take_step(lm, contexts, order) -> Continuation:
+    """What n-grams find for a step of generation, with all inputs of a gate."""
+    question = Question(
+        lm.store, EVERYTHING, NGramSettings(order), contexts, V, (1.0,), NGrams.width, torch.zeros(0)
+    )
+    return NGrams().look_up(question, Form.DISTRIBUTION)
+
+
 @pytest.mark.parametrize("order", [2, 4, 7, 8])
-def test_the_history_is_the_mean_log_probability_of_the_last_tokens(lm, texts, order):
-    """For many positions at once, and for few, in texts of all lengths, whole and from the middle."""
+def test_the_history_is_the_mean_log_probability_of_the_last_tokens(lm, texts, order, monkeypatch):
+    """For many positions at once, and step by step, in texts of all lengths, whole and from the middle.
+
+    A step extends the step before, if that was kept.
+    """
+    monkeypatch.setattr(ngrams, "_KEPT_STEPS", 150)
     counts = lm.store.ngrams()
     expected = counted(lm, [one for of in texts.values() for one in of], order)
     every = [
@@ -172,9 +185,50 @@ def test_the_history_is_the_mean_log_probability_of_the_last_tokens(lm, texts, o
 
     wanted = np.array([definition(*at) for at in zip(owners.tolist(), lengths.tolist(), strict=True)])
     np.testing.assert_allclose(compute_history(counts, contexts, order), wanted, atol=1e-5)
-    for rows in [[3], *np.array_split(np.random.default_rng(0).permutation(len(owners)), 20)]:
-        few = compute_history(counts, contexts.select_rows(np.array(rows)), order)
-        np.testing.assert_allclose(few, wanted[rows], atol=1e-5)
+    computed, compute = [], ngrams._compute_last_log_probs
+    monkeypatch.setattr(
+        ngrams, "_compute_last_log_probs", lambda *text: computed.append(text[3]) or compute(*text)
+    )
+    in_any_order = np.array_split(np.random.default_rng(0).permutation(len(owners)), 20)
+    for steps in (in_any_order, np.array_split(np.arange(len(owners)), 60), [np.array([3])]):
+        computed.clear()
+        for rows in steps:
+            history = take_step(lm, contexts.select_rows(rows), order).history
+            np.testing.assert_allclose(history, wanted[rows], atol=1e-5)
+    assert computed == []  # at padding
+
+
+def test_a_step_of_generation_computes_only_the_last_tokens_probability(lm, texts, monkeypatch):
+    """Also if several tokens were added, all of which are predicted; and if tokens were taken back."""
+    text = np.concatenate([lm.reader.tokenize(one.text) for one in texts["news"][:4]])[:100]
+    contexts = Contexts.from_documents([text])
+    computed, compute = [], ngrams._compute_last_log_probs
+    monkeypatch.setattr(
+        ngrams, "_compute_last_log_probs", lambda *text: computed.append(text[3]) or compute(*text)
+    )
+    lm.store.ngrams().kept_steps.clear()
+    for lengths in ([80], [81], [82, 83, 84, 85], [84], [85, 86], [90], [91]):
+        at = np.array(lengths)
+        history = take_step(lm, contexts.with_positions(np.zeros_like(at), at), 7).history
+        whole = compute_history(lm.store.ngrams(), contexts.with_positions(np.zeros_like(at), at), 7)
+        assert torch.equal(history, whole)  # whatever is kept, no digit differs
+    assert computed == [80, 90]
+
+
+def test_kept_steps_count_as_memory_of_the_counts(lm, texts):
+    """Otherwise counts of many small selections are kept far beyond the limit of their cache."""
+    counts = lm.store.ngrams()
+    text = np.concatenate([lm.reader.tokenize(one.text) for one in texts["news"]])[:200]
+    contexts = Contexts.from_documents([text])
+    counts.kept_steps.clear()
+    before = counts.nbytes
+    tracemalloc.start()
+    for length in range(70, len(text)):
+        take_step(lm, contexts.with_positions(np.zeros(1, np.int64), np.array([length])), 7)
+    counts.ranges_of_ends.clear()
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert 0.5 * taken < counts.nbytes - before < 1.5 * taken
 
 
 @pytest.mark.parametrize(("component", "widths"), [(NGrams(), (3, 5, 6)), (OwnNGrams(), (3,))])

@@ -1,7 +1,6 @@
 """Counts of n-grams: against dictionaries, whatever was added, replaced, removed or selected before."""
 
 import threading
-import tracemalloc
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -19,7 +18,6 @@ from knnstore.store import (
     Matches,
     NGramCounts,
     Selection,
-    compute_last_probs,
     counting,
 )
 from knnstore.store.ngrams import DEPTH, SortedText
@@ -132,7 +130,7 @@ def test_the_most_frequent_next_token_follows_the_longest_suffix(texts, asked, o
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr("knnstore.store.ngrams.matches._LISTED_AT_ONCE", listed)
             tops = matches.find_top_tokens(at, found.suffixes)
-        assert tops.tolist() == tokens
+        assert tops.tolist() == found.find_top_tokens().tolist() == tokens
         np.testing.assert_allclose(matches.token_probs(at, tops, order), probs, atol=1e-6)
         np.testing.assert_allclose(found.token_probs(tops, counts.unigrams), probs, atol=1e-6)
 
@@ -149,47 +147,6 @@ def test_the_end_of_a_text_is_extended_by_its_last_token(order, monkeypatch) -> 
     for stop in range(40, 60):
         Matches.look_up_ends(counts, [text[stop - order + 1 : stop].tolist()], [False])
     assert len(looked_up) <= (order - 1) + 19
-
-
-@given(
-    texts=TEXTS, asked=TEXTS, order=st.integers(2, DEPTH), kept=st.sampled_from([3, 1 << 14]), data=st.data()
-)
-def test_the_last_token_of_an_end_has_the_probability_that_it_has_in_the_text(
-    texts, asked, order, kept, data
-):
-    """In any order, and also while the kept probabilities are dropped."""
-    counts = NGramCounts(
-        SortedText.from_texts([np.array(text, np.uint32) for text in texts], range(len(texts)), 9), 8
-    )
-    whole = Matches.look_up_texts(counts, [np.array(text, np.uint32) for text in asked])
-    steps = [(row, at) for row, text in enumerate(asked) for at in range(len(text))]
-    steps = data.draw(st.permutations(steps))
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("knnstore.store.ngrams.matches._KEPT_PROBS", kept)
-        patched.setattr("knnstore.store.ngrams.matches._MOST_SINGLE_ENDS", data.draw(st.integers(0, 3)))
-        for first in range(0, len(steps), 3):
-            some = steps[first : first + 3]
-            texts_so_far = [
-                (counts.start, *(token + 1 for token in asked[row][: at + 1])) for row, at in some
-            ]
-            ends = [text[-order:] for text in texts_so_far]
-            places = np.array([whole.firsts[row] + at - 1 for row, at in some])
-            np.testing.assert_array_equal(
-                compute_last_probs(counts, ends, order), whole.target_probs(places, order)
-            )
-
-
-def test_kept_probabilities_count_as_memory_of_the_counts():
-    """Otherwise counts of many small selections are kept far beyond the limit of their cache."""
-    tokens = np.random.default_rng(0).integers(0, 5000, 3000)
-    counts = NGramCounts(SortedText.from_texts([tokens.astype(np.uint32)], np.zeros(1, np.int64), 5001), 5000)
-    before = counts.nbytes
-    tracemalloc.start()
-    for stop in range(7, 307):
-        compute_last_probs(counts, [tuple((tokens[stop - 7 : stop] + 1).tolist())], 7)
-    taken = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
-    assert 0.5 * taken < counts.nbytes - before < 1.5 * taken
 
 
 @given(

@@ -5,6 +5,7 @@ is the end of a context: its last 1 to 7 tokens. The prediction depends on the l
 the counted text.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,7 +30,7 @@ from knnstore.lm.mixing import (
     mix_target_log_probs,
 )
 from knnstore.lm.transfers import upload, upload_floats
-from knnstore.store import LONGEST_NGRAM, Matches, NGramCounts, Occurrence, compute_last_probs
+from knnstore.store import LONGEST_NGRAM, KeptStep, Matches, NGramCounts, NGramDistribution, Occurrence
 
 Rows = slice | Tensor
 _MAX_ENDS = 64
@@ -44,6 +45,10 @@ more than one that they hardly expect."""
 _HISTORY_PRIOR = 4
 """Number of tokens by which a window of the history is longer than its text, with a log-probability of 0, so
 that the first tokens of a text count less."""
+_TAIL = max(_WINDOWS) + LONGEST_NGRAM
+"""Number of last tokens of a text that decide its history, and what n-grams predict after it."""
+_KEPT_STEPS = 256
+"""Largest number of steps of generation that are kept, of all texts together."""
 _TOP_FLOOR = 0.01
 """Added to the probability of the most frequent next token before its logarithm is taken."""
 
@@ -366,8 +371,10 @@ class NGrams(CountedNGrams):
         features = question.features
         if features is None:
             features = self.width if form is Form.TARGET else 0
-        history = compute_history(counts, contexts, order) if features >= self._width_with_history else None
-        top = torch.zeros(len(contexts)) if features >= self.width else None
+        needs_history, needs_top = features >= self._width_with_history, features >= self.width
+        top = torch.zeros(len(contexts)) if needs_top else None
+        is_step = form is Form.DISTRIBUTION and len(contexts) <= _MAX_ENDS and not counts.is_empty
+        history = compute_history(counts, contexts, order) if needs_history and not is_step else None
         if form is not Form.DISTRIBUTION:
             found = TargetContinuation.empty(order, len(contexts))._replace(history=history, top=top)
             if not counts.is_empty:
@@ -381,16 +388,17 @@ class NGrams(CountedNGrams):
             return found
         if counts.is_empty:
             return Continuation.empty(len(contexts))._replace(history=history, top=top)
-        match = _match_contexts if len(contexts) > _MAX_ENDS else _match_ends
-        matches, rows, at = match(counts, contexts, order)
+        matches, rows, at = (_match_ends if is_step else _match_contexts)(counts, contexts, order)
         seen = matches.next_token_distribution(at, order)
-        weights, tokens = arrange_by_row(rows[seen.rows], seen.probs, seen.tokens, len(contexts))
+        probs = seen.probs.astype(np.float32)
+        weights, tokens = arrange_by_row(rows[seen.rows], probs, seen.tokens, len(contexts))
         rest, suffixes = np.zeros(len(contexts), np.float32), np.zeros((len(contexts), 3), np.int64)
         rest[rows] = seen.rest
         suffixes[rows] = np.stack(seen.suffixes, 1)
+        if needs_history and is_step:
+            history = _extend_histories(counts, contexts, rows, order, seen)
         if top is not None:
-            tops = matches.find_top_tokens(at, seen.suffixes)
-            top[rows] = torch.from_numpy(seen.token_probs(tops, counts.unigrams))
+            top[rows] = torch.from_numpy(seen.token_probs(seen.find_top_tokens(), counts.unigrams))
         device = torch.device("cpu") if question.keys is None else question.keys.device
         unigrams = _get_unigrams(counts, question.vocabulary, device)
         return Continuation(
@@ -501,6 +509,8 @@ def _get_unigrams(counts: NGramCounts, vocabulary: int, device: torch.device) ->
 def compute_history(counts: NGramCounts, contexts: Contexts, order: int) -> Tensor:
     """Compute how well n-grams of stored text have predicted the last tokens before each position.
 
+    All tokens of the texts are looked up at once.
+
     Of the last w tokens of a text, c are counted: all that have a token or the start of a document before
     them. With p_i, the probability that n-grams gave to token i,
 
@@ -515,16 +525,8 @@ def compute_history(counts: NGramCounts, contexts: Contexts, order: int) -> Tens
         Float32, shape (n, 2). 0 for an empty text, at padding, and without counted text.
     """
     history = np.zeros((len(contexts), len(_WINDOWS)), np.float32)
-    if not counts.is_empty:
-        compute = _compute_history_of_texts if len(contexts) > _MAX_ENDS else _compute_history_of_ends
-        compute(counts, contexts, order, history)
-    return torch.from_numpy(history)
-
-
-def _compute_history_of_texts(
-    counts: NGramCounts, contexts: Contexts, order: int, history: NDArray[np.float32]
-) -> None:
-    """Write the history of each position into `history`; all tokens of the texts are looked up at once."""
+    if counts.is_empty:
+        return torch.from_numpy(history)
     cut = contexts.cut_to_positions(max(_WINDOWS) + order - 1)
     matches = Matches.look_up_texts(counts, cut.texts, cut.is_whole)
     # 1) The sum of log-probabilities before each symbol. A symbol without one before it is not counted.
@@ -532,36 +534,91 @@ def _compute_history_of_texts(
     stops = matches.firsts + np.array([len(text) for text in cut.texts], np.int64)
     counted = np.concatenate([np.zeros(0, np.int64), *map(np.arange, starts, np.maximum(starts, stops))])
     sums = np.zeros(int(stops.max(initial=0)) + 1)
-    sums[counted + 1] = np.log(matches.target_probs(counted - 1, order) + _HISTORY_FLOOR)
+    sums[counted + 1] = np.log(matches.target_probs(counted - 1, order).astype(np.float64) + _HISTORY_FLOOR)
     sums = sums.cumsum()
     # 2) The mean over each window.
     ends, begins = matches.firsts[cut.owners] + cut.lengths, starts[cut.owners]
     for column, window in enumerate(_WINDOWS):
         firsts = np.minimum(np.maximum(ends - window, begins), ends)
         history[cut.rows, column] = (sums[ends] - sums[firsts]) / (ends - firsts + _HISTORY_PRIOR)
+    return torch.from_numpy(history)
 
 
-def _compute_history_of_ends(
-    counts: NGramCounts, contexts: Contexts, order: int, history: NDArray[np.float32]
-) -> None:
-    """Write the history of each position into `history`; faster for few positions, as in a decoding step."""
-    # 1) The counted tokens of each text, each with the symbols before it.
-    reach, ends, starts = max(_WINDOWS), list[tuple[int, ...]](), list[int]()
-    rows = np.flatnonzero(contexts.owners >= 0).tolist()
-    for row in rows:
-        owner, length = int(contexts.owners[row]), int(contexts.lengths[row])
-        first = max(0, length - reach - order + 1)
-        head = (counts.start,) if contexts.is_whole[owner] and not first else ()
-        symbols = (*head, *(contexts.texts[owner][first:length].astype(np.int64) + 1).tolist())
-        counted = range(max(1, len(symbols) - reach), len(symbols))
-        starts.append(len(ends))
-        ends += [symbols[max(0, at - order + 1) : at + 1] for at in counted]
-    # 2) The mean over each window.
-    log_probs = np.log(compute_last_probs(counts, ends, order) + _HISTORY_FLOOR)
-    for row, start, stop in zip(rows, starts, [*starts, len(ends)][1:], strict=True):
+def _extend_histories(
+    counts: NGramCounts,
+    contexts: Contexts,
+    rows: NDArray[np.int64],
+    order: int,
+    seen: NGramDistribution,
+) -> Tensor:
+    """Compute what `compute_history` does for a step of generation, from the step before.
+
+    The distribution of the step before has the probability of the token that was generated since, the same as
+    `Matches.target_probs` computes, so the result does not depend on what is kept. What this step found is
+    kept in `NGramCounts.kept_steps` for the next step.
+
+    Args:
+        counts: the counts of the selected documents.
+        contexts: n positions in texts.
+        rows: indices of the positions that are not padding, shape (m,).
+        order: number of tokens of the longest n-grams.
+        seen: the distributions of the next token at these m positions.
+    """
+    history = np.zeros((len(contexts), len(_WINDOWS)), np.float32)
+    kept, bounds = counts.kept_steps, seen.find_bounds()
+    places = zip(rows.tolist(), contexts.owners[rows].tolist(), contexts.lengths[rows].tolist(), strict=True)
+    for number, (row, owner, length) in enumerate(places):
+        # 1) Append the last token's log-probability. The first tokens of a text have no step before.
+        step = kept.get(_make_step_key(contexts, owner, length - 1, order)) if length > 1 else None
+        if step is None:
+            log_probs = _compute_last_log_probs(counts, contexts, owner, length, order)
+        else:
+            last = int(contexts.texts[owner][length - 1])
+            unigram = float(counts.unigrams[last]) if last < len(counts.unigrams) else 0.0
+            prob = np.float32(step.probs[step.tokens == last].sum() + step.rest * unigram)  # as in `Matches`
+            log_probs = (*step.log_probs, math.log(float(prob) + _HISTORY_FLOOR))[-max(_WINDOWS) :]
         for column, window in enumerate(_WINDOWS):
-            last = log_probs[max(start, stop - window) : stop]
-            history[row, column] = last.sum() / (len(last) + _HISTORY_PRIOR)
+            in_window = log_probs[-window:]
+            history[row, column] = sum(in_window) / (len(in_window) + _HISTORY_PRIOR)
+        # 2) Keep this step for the next.
+        if len(kept) >= _KEPT_STEPS:
+            kept.clear()
+        entries = slice(bounds[number], bounds[number + 1])
+        kept[_make_step_key(contexts, owner, length, order)] = KeptStep(
+            log_probs, seen.tokens[entries], seen.probs[entries], float(seen.rest[number])
+        )
+    return torch.from_numpy(history)
+
+
+def _make_step_key(contexts: Contexts, owner: int, length: int, order: int) -> tuple[int, bool, bytes]:
+    """Return the key in `NGramCounts.kept_steps` of the first `length` tokens of a text.
+
+    It has the last `_TAIL` tokens, on which alone the step depends, and whether they begin a document.
+    """
+    first = max(0, length - _TAIL)
+    tail = contexts.texts[owner][first:length].astype(np.int64)
+    return order, contexts.is_whole[owner] and not first, tail.tobytes()
+
+
+def _compute_last_log_probs(
+    counts: NGramCounts, contexts: Contexts, owner: int, length: int, order: int
+) -> tuple[float, ...]:
+    """Compute smoothed log-probabilities of the last counted tokens of a text, as `compute_history` does.
+
+    Args:
+        counts: the counts of the selected documents.
+        contexts: positions in texts.
+        owner: index of the text.
+        length: number of tokens of the text to use.
+        order: number of tokens of the longest n-grams.
+    """
+    first = max(0, length - _TAIL)
+    is_start = contexts.is_whole[owner] and not first
+    matches = Matches.look_up_texts(counts, [contexts.texts[owner][first:length]], [is_start])
+    stop = int(matches.firsts[0]) + length - first
+    counted = np.arange(max(1, stop - max(_WINDOWS)), stop)
+    probs: list[float] = matches.target_probs(counted - 1, order).tolist()
+    return tuple(math.log(prob + _HISTORY_FLOOR) for prob in probs)
 
 
 def _match_contexts(

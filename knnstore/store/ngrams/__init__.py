@@ -32,8 +32,8 @@ vocabulary. Sorting and counting take less than a second for a million tokens, a
 model. So nothing must be verified, moved or erased, and a reader needs no writer.
 """
 
-from knnstore.store.ngrams.matches import Distribution, Matches, Occurrence, Suffixes, compute_last_probs
-from knnstore.store.ngrams.ngram_counts import NGramCounts
+from knnstore.store.ngrams.matches import Distribution, Matches, Occurrence, Suffixes
+from knnstore.store.ngrams.ngram_counts import KeptStep, NGramCounts
 from knnstore.store.ngrams.ngram_drafts import Draft, draft_continuation
 from knnstore.store.ngrams.suffix_array import DEPTH, MOST, SortedText
 from knnstore.store.ngrams.text_overlap import KNOWN, RUN, RUN_LETTERS, Letters, Overlap, Runs
@@ -46,6 +46,7 @@ __all__ = [
     "RUN_LETTERS",
     "Distribution",
     "Draft",
+    "KeptStep",
     "Letters",
     "Matches",
     "NGramCounts",
@@ -54,6 +55,5 @@ __all__ = [
     "Runs",
     "SortedText",
     "Suffixes",
-    "compute_last_probs",
     "draft_continuation",
 ]

@@ -21,10 +21,6 @@ _LISTED_AT_ONCE = 1 << 18
 """Number of next tokens, of all contexts together, that are listed in one step."""
 _KEPT_ENDS = 256
 """Number of ends of texts whose ranges are cached, so that the next step of generation only extends them."""
-_KEPT_PROBS = 1 << 14
-"""Number of ends of texts whose last token's probability is kept: of the last 64 tokens of 256 texts."""
-_MOST_SINGLE_ENDS = 16
-"""Largest number of ends of texts that are looked up one by one; more are looked up at once."""
 
 Range = tuple[int, int]
 """Start and stop of a range of the suffix array."""
@@ -56,12 +52,32 @@ class Distribution(NamedTuple):
     tokens: Places
     """Token id of each entry, shape (e,). A token may have several entries for one context, one for each
     suffix length."""
-    probs: NDArray[np.float32]
+    probs: NDArray[np.float64]
     """Probability of each entry, shape (e,)."""
-    rest: NDArray[np.float32]
+    occurrences: Places
+    """Number of times that the entry's token follows its suffix in the store, shape (e,)."""
+    rest: NDArray[np.float64]
     """Weight of the unigram distribution (`NGramCounts.unigrams`) for each context, shape (q,)."""
     suffixes: Suffixes
     """The longest suffix of each context that the store has with a token after it."""
+
+    def find_bounds(self) -> list[int]:
+        """Return the index of each context's first entry, and the number of all entries, q + 1 numbers."""
+        bounds: list[int] = np.searchsorted(self.rows, np.arange(len(self.rest) + 1)).tolist()
+        return bounds
+
+    def find_top_tokens(self) -> Places:
+        """Find the token that most often follows the longest suffix of each context.
+
+        Returns:
+            Token ids, int64, shape (q,), the same as `Matches.find_top_tokens` returns.
+        """
+        tops = np.full(len(self.rest), -1)
+        bounds, successors = self.find_bounds(), self.suffixes.successors.tolist()
+        for row, (first, count) in enumerate(zip(bounds, successors, strict=False)):
+            if count:  # the tokens after the longest suffix are the first entries, by ascending id
+                tops[row] = self.tokens[first + self.occurrences[first : first + count].argmax()]
+        return tops
 
     def token_probs(self, tokens: Places, unigrams: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return the probability of one token after each context.
@@ -281,8 +297,8 @@ class Matches:
         probs = np.maximum(seen - levels.discounts[level], 0) / levels.total[rows, level]
         probs *= levels.total_weights[rows, level]
         tokens = text.symbols[text.order[places] + lengths].astype(np.int64) - 1
-        rest = levels.shorter_weights.prod(1).astype(np.float32)
-        return Distribution(rows, tokens, probs.astype(np.float32), rest, self._select_longest(levels))
+        rest, longest = levels.shorter_weights.prod(1), self._select_longest(levels)
+        return Distribution(rows, tokens, probs, ends - places, rest, longest)
 
     def find_longest_suffixes(self, indices: Places, order: int) -> Suffixes:
         """Find for each context its longest suffix (last symbols) that the store has with a token after it.
@@ -558,41 +574,3 @@ class Matches:
 
         start = bisect_left(order, wanted, low, high, key=key)
         return start, bisect_right(order, wanted, start, high, key=key)
-
-
-def compute_last_probs(
-    counts: NGramCounts, ends: Sequence[tuple[int, ...]], order: int
-) -> NDArray[np.float64]:
-    """Compute the Kneser-Ney probability of the last token of each text after the tokens before it.
-
-    The probabilities are kept with the counts, so that the next step of a text that is generated computes
-    only the probability of its new token.
-
-    Args:
-        counts: n-gram counts of the stored text.
-        ends: the last symbols of each text, at least two: a token is its id plus 1, and `NGramCounts.start`
-            stands before the first token of a document. At most `order` symbols each.
-        order: length of the longest n-grams that are used, 2 to `DEPTH`.
-
-    Returns:
-        The probabilities, shape (ends,).
-    """
-    kept = counts.probs_of_ends.setdefault(order, {})
-    probs = [kept.get(end) for end in ends]
-    missing = list(dict.fromkeys(end for end, prob in zip(ends, probs, strict=True) if prob is None))
-    if missing:
-        joined = np.array([symbol for end in missing for symbol in (*end, END)], np.uint32)
-        lasts = np.cumsum([len(end) + 1 for end in missing], dtype=np.int64) - 2
-        matches = Matches(counts, joined, lasts)
-        if len(missing) > _MOST_SINGLE_ENDS:
-            matches._find_ranges(np.arange(len(joined)))
-        else:
-            for end, last in zip(missing, lasts.tolist(), strict=True):
-                matches._look_up_end(end[:-1], last - 1)
-                matches._look_up_end(end, last)
-        new = dict(zip(missing, matches.target_probs(lasts - 1, order).tolist(), strict=True))
-        probs = [new[end] if prob is None else prob for end, prob in zip(ends, probs, strict=True)]
-        if len(kept) + len(new) > _KEPT_PROBS:
-            kept.clear()
-        kept.update(new)
-    return np.array(probs, np.float64)

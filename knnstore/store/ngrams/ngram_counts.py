@@ -15,8 +15,8 @@ from knnstore.store.ngrams.ranked_bits import Places, RankedBits
 from knnstore.store.ngrams.suffix_array import DEPTH, END, SortedText, Symbols
 
 Flags = NDArray[np.bool_]
-_BYTES_OF_END = 384
-"""Bytes that an entry of `NGramCounts.probs_of_ends` takes: a tuple of 7 integers and a float (measured)."""
+_BYTES_OF_STEP = 2300
+"""Bytes that an entry of `NGramCounts.kept_steps` takes without its arrays (measured)."""
 
 
 class Discounts(NamedTuple):
@@ -29,6 +29,19 @@ class Discounts(NamedTuple):
     """Discount for continuation counts, where an n-gram counts once for each different preceding symbol."""
     raw: float
     """Discount for plain counts, where an n-gram counts as often as it occurs."""
+
+
+class KeptStep(NamedTuple):
+    """What a step of generation found for a text. The next step has one more token, and extends it."""
+
+    log_probs: tuple[float, ...]
+    """Smoothed log-probabilities that n-grams gave to the last tokens of the text."""
+    tokens: Places
+    """Tokens that may follow the text, shape (e,); a token may occur several times."""
+    probs: NDArray[np.float64]
+    """Probability of each of `tokens`, shape (e,). Probabilities of the same token are added."""
+    rest: float
+    """Weight of the unigram distribution, which is added to the probabilities."""
 
 
 class NGramCounts:
@@ -85,17 +98,17 @@ class NGramCounts:
         self.ranges_of_ends: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         """Cache of `Matches.look_up_ends`: the ranges of the last symbol, the last two symbols, ... of a
         text."""
-        self.probs_of_ends: dict[int, dict[tuple[int, ...], float]] = {}
-        """Cache of `compute_last_probs`: for each order of n-grams, the probability of a text's last token
-        after the tokens before, by the text's last symbols."""
+        self.kept_steps: dict[tuple[Any, ...], KeptStep] = {}
+        """Cache of the last steps of generation, by the order of the n-grams and the end of the text."""
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes in memory, including the sorted documents and the kept probabilities."""
+        """Number of bytes in memory, including the sorted documents and the kept steps."""
         arrays: list[NDArray[Any]] = [self._last, self._bounds, self.unigrams]
         bits = self._new.nbytes + self._continued.nbytes
-        kept = sum(map(len, list(self.probs_of_ends.values())))  # a list, because threads may add orders
-        return self.text.nbytes + bits + sum(one.nbytes for one in arrays) + _BYTES_OF_END * kept
+        steps = list(self.kept_steps.values())  # a list, because threads may add steps
+        kept = sum(_BYTES_OF_STEP + step.tokens.nbytes + step.probs.nbytes for step in steps)
+        return self.text.nbytes + bits + sum(one.nbytes for one in arrays) + kept
 
     def find_symbol_ranges(self, symbols: Symbols) -> tuple[Places, Places]:
         """Return the range of the suffix array that contains all occurrences of each symbol.
