@@ -72,7 +72,7 @@ def check_model(name: str, revision: str | None = None) -> bool:
         raise ConfigError(f"the model {name!r} cannot be loaded: no such folder")
     from huggingface_hub import try_to_load_from_cache
 
-    reason = _explain_hub_refusal(place, file, revision)
+    reason = _ask_hub_why_refused(place, file, revision)
     if reason is not None and not isinstance(try_to_load_from_cache(place, file, revision=revision), str):
         raise ConfigError(
             f"the model {name!r} cannot be loaded: no such folder here, and {reason}: "
@@ -81,7 +81,7 @@ def check_model(name: str, revision: str | None = None) -> bool:
     return reason is not None
 
 
-def _explain_hub_refusal(name: str, file: str, revision: str | None) -> str | None:
+def _ask_hub_why_refused(name: str, file: str, revision: str | None) -> str | None:
     """Ask the hub for a file of a model; return the reason of a refusal, or None if the hub has it.
 
     Args:

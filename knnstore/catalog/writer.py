@@ -147,7 +147,8 @@ class CatalogWriter:
         Args:
             documents: documents to store. If a stored document has the same domain and id as one of them, the
                 stored document is replaced later, when `make_documents_live` is called.
-            starts: position of each document's first token, from a lease; None allocates new positions.
+            starts: position of each document's first token, if the positions were reserved before (see
+                `lease_positions`); None allocates new positions.
 
         Returns:
             Primary key, domain and positions of each document, in the order of `documents`.

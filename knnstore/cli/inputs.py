@@ -209,9 +209,10 @@ class Documents:
         return skip
 
     def report(self) -> None:
-        """Print counts, names and reasons of the left-out documents on stderr.
+        """Print on stderr how many documents were left out, with their names and reasons.
 
-        Prints nothing if no document was left out.
+        Names and reasons are not printed again if they were printed while reading. Prints nothing if no
+        document was left out.
         """
         counts = []
         if self.skipped:
@@ -344,10 +345,10 @@ class SyncDocuments(Documents):
         super().expect_pairs(is_paired=is_paired)
 
     def find_unchanged(self, store: "KNNStore", domain: str, tags: Sequence[str]) -> frozenset[str]:
-        """Return the ids of the files that are stored already, with the content that they have in the commit.
+        """Return the ids of the files in the Git commit that the store already has, with the same content.
 
-        These files need not be read. A file also needs the given tags and the same metadata, which contain
-        the hash of its content. Always empty without ``--git``.
+        These files need not be read. A file counts only if the stored document has the given tags and the
+        same metadata, which contain the hash of the content. Without ``--git`` the result is empty.
 
         Args:
             store: the store, to compare with.

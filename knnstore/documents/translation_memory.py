@@ -256,7 +256,13 @@ class UnitParser(ABC):
         self.end(name)
 
     def _add_characters(self, text: str) -> None:
-        """Append text to the collected text. Drop text inside of `codes`, and while nothing is collected."""
+        """Append text to the text of the current segment. Expat calls this method.
+
+        Text outside of segments, and inside of elements whose names are in `codes`, is dropped.
+
+        Raises:
+            InputError: if the segment has more than `MAX_DOCUMENT_BYTES` characters.
+        """
         if self._text is None or self._open_codes:
             return
         self._text.append(text)

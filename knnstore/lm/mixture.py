@@ -151,8 +151,8 @@ def _create_question(
         component: the component.
         part: the component's own settings.
         reader: the store.
-        settings: all settings; their selection is used, and the temperature factors and the number of
-            features that their gate (network of weights) has for the component.
+        settings: all settings. The question gets their selection. If they have a gate, it also gets the
+            gate's temperature factors and number of features for this component.
         contexts: the positions with their texts.
         keys: query vector of each position, shape (n, d); None if they are not known.
         vocabulary: number of tokens that the model predicts; `cite` does not need it.

@@ -595,10 +595,9 @@ def _answer_too_large_error(serving: Serving) -> ApiError:
 
 
 def _build_task(serving: Serving, body: GenerationRequest, plan: _GenerationPlan, who: Access) -> Task:
-    """Return the task of a request for the engine, and fill the caches for its retrieval.
+    """Return the engine's task for a request. Before that, read into memory what its retrieval needs.
 
-    The caches are filled here, so that the engine's thread, which all requests share, does not have to fill
-    them.
+    It is read here and not in the engine's thread, because all requests share that thread.
 
     Args:
         serving: the server's state, with the model.

@@ -89,9 +89,9 @@ class Unsupported:
     """True if an empty string, list or object is refused."""
 
     def accepts(self, value: Any) -> bool:
-        """Check whether a JSON value of the field is neutral, so that it is accepted.
+        """Check whether a JSON value is one of the neutral values, which change nothing.
 
-        False and True do not count as equal to 0 and 1.
+        See the class for the values that are neutral. False and True do not count as equal to 0 and 1.
         """
         if value is None or (_is_empty(value) and not self.is_empty_refused):
             return True
@@ -233,8 +233,9 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral_fields(cls, given: Any) -> Any:
-        """Return a copy of a JSON object without its null fields and without neutral fields of `unsupported`.
+        """Return a copy of a JSON object without the fields that change nothing.
 
+        These are null fields, and unsupported fields with a neutral value (see `Unsupported`).
         A value that is not an object is returned unchanged; pydantic refuses it later.
 
         Raises:

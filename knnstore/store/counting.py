@@ -206,10 +206,10 @@ class Counting:
         is_whole = np.array_equal(counted_rows, rows)
         self._cache_counts(selection, _CachedCounts(revision, is_whole, counted_rows, counts))
         if not is_whole:
-            self._count_in_background_thread(view, selection)
+            self._queue_ngram_count(view, selection)
         return counts
 
-    def _count_in_background_thread(self, view: Callable[[], View], selection: Selection) -> None:
+    def _queue_ngram_count(self, view: Callable[[], View], selection: Selection) -> None:
         """Ask the background thread to count a selection, unless the selection is queued already.
 
         Without a background thread, the method does nothing. Errors of the thread are logged.

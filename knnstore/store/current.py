@@ -186,8 +186,8 @@ class Current:
             place: location and engine of the keys.
 
         Raises:
-            NotOwnerError: the keys belong to another store, or to the original of a copied store that is
-                opened for writing.
+            NotOwnerError: the keys belong to another store; or this store is a copy, is opened for writing,
+                and the keys belong to its original.
             CorruptDatastoreError: the claim is damaged, and the mode is "a".
         """
         try:

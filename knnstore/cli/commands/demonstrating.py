@@ -221,9 +221,9 @@ def _split_corpus(domain: str, texts: Iterable[tuple[str, str]]) -> Corpus:
 def _remove_repeated_paragraphs(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     """Yield the pairs of id and text, without paragraphs that an earlier text contains.
 
-    So no paragraph of a held-out text is in a stored text too. Each paragraph becomes one line without
-    indentation. Words of only ruling characters (``---``) are removed. A text that has fewer than
-    `_MIN_CHARACTERS` characters afterwards is left out.
+    The demo stores some of the texts and holds out the others, and no paragraph may be in both. Each
+    paragraph becomes one line without indentation. Rules, such as ``---``, are removed. A text that has fewer
+    than `_MIN_CHARACTERS` characters afterwards is left out.
     """
     seen: set[str] = set()
     for id, text in texts:

@@ -132,7 +132,7 @@ def serve(
             f"serving needs {', '.join(missing)}: install it with pip install 'knnstore[server]'"
         )
     # 1) Check the store and the options before torch is loaded, to report errors early.
-    upstream_url = None if upstream is None else _parse_upstream(upstream)
+    upstream_url = None if upstream is None else _normalize_upstream_url(upstream)
     Home.open(runtime.home)
     mode: Literal["r", "a"] = "r" if read_only else "a"
     with KNNStore.open(runtime.home, mode) as store:
@@ -301,7 +301,7 @@ def _open_catalog(home: Path) -> Iterator["Catalog"]:
         catalog.close()
 
 
-def _parse_upstream(url: str) -> str:
+def _normalize_upstream_url(url: str) -> str:
     """Return the base URL of a vLLM server, without ``/v1`` at the end.
 
     Raises typer.BadParameter if the text is no such URL, or has a password in it.

@@ -57,7 +57,7 @@ def list_datastore_files(root: Path) -> list[Path]:
 def remove_strays(root: Path, names_to_keep: Collection[str]) -> None:
     """Remove the files that a crash of a writer left behind in a datastore's folders.
 
-    All files with names that knnstore gives to its files are removed, except the files in use.
+    Only files with names of knnstore are removed, and only those that are not in use.
 
     Args:
         root: the datastore's directory.

@@ -495,11 +495,14 @@ class _SourceDescriber:
     def describe_places(
         self, places_of_tokens: Sequence[Sequence[Place]], positions: Sequence[int]
     ) -> list[tuple[Source, ...]]:
-        """Return the sources of several tokens, without records whose document has been removed.
+        """Return the sources of several tokens: the places that support each token, with their documents.
+
+        A place is in a stored document, or earlier in the explained text itself. Places in documents that
+        have been removed are left out.
 
         Args:
             places_of_tokens: the places of each token.
-            positions: positions of the tokens in the text.
+            positions: positions of the tokens in the explained text.
         """
         ids = np.unique(np.array([place.id for places in places_of_tokens for place in places], np.int64))
         provenance = dict(zip(ids.tolist(), self._store.provenance(ids), strict=True))

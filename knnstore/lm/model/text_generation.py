@@ -229,6 +229,8 @@ class _StopStrings(StoppingCriteria):
 def enable_cache(config: GenerationConfig) -> GenerationConfig:
     """Return the configuration itself if it enables the KV cache, else a copy with the cache enabled.
 
+    The cache is also enabled if `use_cache` is None.
+
     Training often disables the cache in a model's files. Without the cache every decoding step processes the
     whole text again, and drafts are not possible.
     """

@@ -363,10 +363,10 @@ class Detokenizer:
         return [TokenPiece(*one) for one in zip(tokens, texts, data, strict=True)]
 
     def _get_invalid_run_text(self, token: int) -> str:
-        """Return the text of a token in a run of fallback bytes that is not valid UTF-8.
+        """Return the text of one token of a run, if the bytes of the whole run are not valid UTF-8.
 
-        The text is U+FFFD for a fallback byte, the token's own text otherwise, and empty for a skipped
-        special token.
+        A run is a series of tokens that stand for single bytes. The text is U+FFFD for such a token, and
+        empty for a special token that is skipped. Any other token has its own text.
         """
         if not self._adds_text(token):
             return ""

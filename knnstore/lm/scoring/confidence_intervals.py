@@ -40,8 +40,8 @@ def compute_interval(losses: NDArray[np.float64], lengths: NDArray[np.int64]) ->
     """Compute a perplexity, or a ratio of perplexities, and its 95 % confidence interval.
 
     Args:
-        losses: negative log-likelihood of each document in nats, shape (n,), n >= 1. For the interval of a
-            ratio of two perplexities: the difference of the two losses of each document.
+        losses: negative log-likelihood of each document in nats, shape (n,), n >= 1. To get a ratio of two
+            perplexities, pass the difference of each document's two losses.
         lengths: tokens of each document, >= 1, shape (n,).
 
     Returns:

@@ -241,12 +241,12 @@ class TokenLosses:
         return self._batches[0]
 
     def _score_slice(self, within: NDArray[np.bool_], low: float, high: float) -> Slice:
-        """Compute the slice of the tokens in a mask.
+        """Compute the perplexities of some tokens, and the share of them that the store helped.
 
         Args:
-            within: True for the tokens of the slice, bool, shape (n,).
-            low: lower bound, for the result.
-            high: upper bound, for the result.
+            within: True for these tokens, bool, shape (n,); at least one.
+            low: lowest value by which the tokens were selected; it is only copied to the result.
+            high: highest value, likewise.
         """
         _, lm, mixed, helped, _ = self._concatenate_columns()
         tokens = int(within.sum())

@@ -49,7 +49,9 @@ class Lineage:
         return cls(**{**values, "domains": tuple(values["domains"])})
 
     def removed_share(self, snapshot: Snapshot) -> float:
-        """Return the share (0 to 1) of the lineage's documents that were removed or replaced since.
+        """Return the share of the fitted documents that the store no longer has unchanged, 0 to 1.
+
+        A document counts if it was removed or replaced after the weights were fitted to it.
 
         Args:
             snapshot: the documents of the store now.

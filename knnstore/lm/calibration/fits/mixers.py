@@ -110,12 +110,15 @@ def _compute_edges(values: Tensor, bins: int) -> tuple[float, ...]:
 
 
 def _find_minimum(loss: Tensor) -> Tensor:
-    """Find the column of the minimum in each row; the result may lie between two columns, float, shape (g,).
+    """Find the column of the minimum in each row.
 
     The minimum is the vertex of the parabola through the lowest column and its two neighbors.
 
     Args:
         loss: values at m columns, shape (g, m).
+
+    Returns:
+        Column number of each row's minimum, float, shape (g,). The minimum may lie between two columns.
     """
     last = loss.shape[1] - 1
     lowest = loss.argmin(1)
