@@ -85,7 +85,7 @@ class StoreWriter:
             name: getattr(change, name) for name in ("added", "replaced", "described", "unchanged", "tokens")
         }
 
-    async def commit_removal(self, remove_from: Callable[[KNNStore], Found]) -> Found:
+    async def remove_and_wait(self, remove_from: Callable[[KNNStore], Found]) -> Found:
         """Run a function that removes documents from the store, and return the function's result.
 
         When this method returns, the n-grams have been counted again, and no later token of any text is

@@ -122,7 +122,7 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
         """
         _check_domain_visible(get_access(request), domain)
         serving.lm  # noqa: B018
-        removed = await serving.writer.commit_removal(lambda store: store.remove_document(id, domain=domain))
+        removed = await serving.writer.remove_and_wait(lambda store: store.remove_document(id, domain=domain))
         return {"object": "document.deleted", "deleted": True, "id": removed.id, "domain": removed.domain}
 
     @routes.add("DELETE", "/v1/domains", Right.WRITE)
@@ -133,7 +133,7 @@ def declare_documents(routes: Endpoints, serving: Serving) -> None:
         """
         _check_domain_visible(get_access(request), domain)
         serving.lm  # noqa: B018
-        removed = await serving.writer.commit_removal(lambda store: store.remove_domain(domain))
+        removed = await serving.writer.remove_and_wait(lambda store: store.remove_domain(domain))
         return {
             "object": "domain.deleted",
             "deleted": True,
