@@ -35,7 +35,7 @@ def records() -> StoredRecords:
         SimpleNamespace(
             identity=SimpleNamespace(metric="l2"),
             records=lambda selection: [SimpleNamespace(ids=ids, keys=keys)],
-            holders=lambda ids: np.array([0, 0, 0, 1, 1]),
+            document_numbers=lambda ids: np.array([0, 0, 0, 1, 1]),
         )
     )
 
