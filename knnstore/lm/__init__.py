@@ -48,6 +48,8 @@ if TYPE_CHECKING:
         read_part,
         score_targets,
     )
+    from knnstore.lm.model import predict_next as following  # former name, for one release
+    from knnstore.lm.model import score_targets as likelihoods  # former name, for one release
     from knnstore.lm.reading import (
         BATCH_TOKENS,
         Added,
@@ -207,8 +209,10 @@ __all__ = [
     "find_outdated_components",
     "find_saved_settings",
     "find_trained_settings",
+    "following",
     "is_causal",
     "is_seq2seq",
+    "likelihoods",
     "limit_drafts",
     "load",
     "load_decoder_prefix",

@@ -186,6 +186,10 @@ def test_modes(tmp_path: Path) -> None:
     root = tmp_path / "store"
     with pytest.raises(DatastoreNotFoundError):
         opened(root, "r")
+    root.write_text("a file in the place of the folder")
+    with pytest.raises(DatastoreNotFoundError, match=r"no datastore at .*: check the path"):
+        opened(root, "r")
+    root.unlink()
     store = opened(root, "x")
     with pytest.raises(LockedError, match=r"process \d+ on .*mode 'r'"):
         opened(root, "a")

@@ -147,7 +147,7 @@ def test_a_prefix_of_several_tokens_is_no_part_of_the_text(lm):
 
 
 def take_step(lm, contexts, order) -> Continuation:
-    """What n-grams find for a step of generation, with all inputs of a gate."""
+    """Look up n-grams as a step of generation does, with all inputs of a gate."""
     question = Question(
         lm.store, EVERYTHING, NGramSettings(order), contexts, V, (1.0,), NGrams.width, torch.zeros(0)
     )
@@ -195,6 +195,7 @@ def test_the_history_is_the_mean_log_probability_of_the_last_tokens(lm, texts, o
         for rows in steps:
             history = take_step(lm, contexts.select_rows(rows), order).history
             np.testing.assert_allclose(history, wanted[rows], atol=1e-5)
+            assert len(counts.kept_steps) <= 150
     assert computed == []  # at padding
 
 

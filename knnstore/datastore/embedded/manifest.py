@@ -339,7 +339,7 @@ def read_signature(root: Path) -> tuple[int, int, int]:
         root: the datastore's directory.
 
     Raises:
-        FileNotFoundError: the directory has no manifest.
+        FileNotFoundError, NotADirectoryError: the directory has no manifest, or is a file.
     """
     status = os.stat(f"{root}/{NAME}")  # called for every search; creating a Path would take longer
     return status.st_ino, status.st_mtime_ns, status.st_size

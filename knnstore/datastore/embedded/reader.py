@@ -258,7 +258,7 @@ class SegmentReader:
         """
         try:
             return read_signature(self.root)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return 0, 0, 0
 
     def _refresh_manifest(self) -> None:
@@ -272,7 +272,7 @@ class SegmentReader:
         """
         try:
             current = read_signature(self.root)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise DatastoreNotFoundError(f"the datastore at {self.root} was removed") from None
         if current != self._signature:
             with self._mutex:

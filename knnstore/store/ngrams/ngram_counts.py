@@ -32,7 +32,7 @@ class Discounts(NamedTuple):
 
 
 class KeptStep(NamedTuple):
-    """What a step of generation found for a text. The next step has one more token, and extends it."""
+    """The n-grams' prediction after a text, kept by a step of generation for the next step of the text."""
 
     log_probs: tuple[float, ...]
     """Smoothed log-probabilities that n-grams gave to the last tokens of the text."""
